@@ -112,7 +112,7 @@ def split_of(numbers: tuple[int, ...]) -> Literal["train", "val"]:
 
 
 def _solution(rng: random.Random, numbers: tuple[int, ...], operations: str) -> Term | None:
-    """An expression of all the numbers with a whole value; None where the draw has none."""
+    """An expression of all the numbers with a whole value; None if the draw has none."""
     parts: list[Term] | None = [Term(str(number), number, 3) for number in numbers]
     while parts is not None and len(parts) > 1:
         parts = _join(rng, parts, operations)
@@ -126,7 +126,7 @@ def _slip(text: str) -> str:
 
 
 def _join(rng: random.Random, parts: list[Term], operations: str) -> list[Term] | None:
-    """The parts with two of them, drawn at random, joined by an operation; None where the draw has no result."""
+    """The parts with two of them, drawn at random, joined by an operation; None if the draw has no result."""
     first, second = rng.sample(range(len(parts)), 2)
     left, right = parts[first], parts[second]
     operation = rng.choice(operations)
@@ -134,7 +134,7 @@ def _join(rng: random.Random, parts: list[Term], operations: str) -> list[Term] 
     if value is None:
         return None
     binds = 1 if operation in "+-" else 2
-    # a - (b + c), a / (b * c): the right operand of these needs its parentheses even where it binds as strongly.
+    # a - (b + c), a / (b * c): the right operand of these needs its parentheses even if it binds as strongly.
     tight = binds + 1 if operation in "-/" else binds
     text = f"{_inside(left, binds)} {operation} {_inside(right, tight)}"
     rest = [part for index, part in enumerate(parts) if index not in (first, second)]

@@ -26,7 +26,7 @@ Cell = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class GridPlace:
-    """The state of a game: the player's cell, and whether it has the key (true where the map has none)."""
+    """The state of a game: the player's cell, and whether it has the key (true if the map has none)."""
 
     cell: Cell
     has_key: bool
@@ -61,7 +61,7 @@ class Grid:
         return self.at(place.cell) == GOAL
 
     def shortest(self, place: GridPlace | None = None) -> list[str] | None:
-        """Return the directions of a shortest way from the place (the start) to the goal; None where there is none."""
+        """Return the directions of a shortest way from the place (the start) to the goal; None if there is none."""
         begin = place or self.first()
         ways: dict[GridPlace, list[str]] = {begin: []}
         waiting = deque([begin])
@@ -171,7 +171,7 @@ def seen(grid: Grid, place: GridPlace, wording: str) -> str:
 
 
 class GridWorld(Game):
-    """Rows of `task:grid_world`. Progress, which counts only where `partial` is set, is the share of the shortest way that is behind."""
+    """Rows of `task:grid_world`. Progress, which counts only if `partial` is set, is the share of the shortest way that is behind."""
 
     name = NAME
 

@@ -1,7 +1,7 @@
 """Values that stay in the memory of the process which made them: views of one response's, remote columns of a whole batch's.
 
 What a rollout costs to move is its token ids, its log-probs and its text. They stay where a rollout process or a rank left
-them; through the controller go their number and their place. They are read where something computes with them.
+them; through the controller go their number and their place. They are read if something computes with them.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def values(column: Column) -> Tensor:
 def read_columns(columns: Mapping[str, Any], fetch: Fetch) -> dict[str, Tensor]:
     """Return the values of the remote columns among `columns`; each block is fetched once, all of them together."""
     remote = {name: column for name, column in columns.items() if isinstance(column, RemoteColumn)}
-    away = {id(one): one for column in remote.values() for one in column.blocks if not isinstance(one, Mapping)}
+    away = {id(block): block for column in remote.values() for block in column.blocks if not isinstance(block, Mapping)}
     values_of = dict(zip(away, fetch(list(away.values())) if away else (), strict=True))
 
     def here(block: Block | RemoteBlock) -> Block:

@@ -52,14 +52,14 @@ def _groups() -> Iterator[tuple[Path, str, str]]:
     """
     for line in OWN_GROUPS.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        own = PurePosixPath(path.lstrip("/"))
+        group_path = PurePosixPath(path.lstrip("/"))
         if not controllers:  # version 2, alone or beside version 1
             roots, files = (CGROUP, CGROUP / "unified"), ("memory.max", "memory.current")
         elif "memory" in controllers.split(","):
             roots, files = (CGROUP / controllers, CGROUP / "memory"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
         else:
             continue
-        yield from ((root / group, *files) for root in roots for group in (own, *own.parents))
+        yield from ((root / group, *files) for root in roots for group in (group_path, *group_path.parents))
 
 
 def _kept_of_files(group: Path) -> float:

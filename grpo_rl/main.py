@@ -185,8 +185,8 @@ def _explain(error: BaseException, refusal: str) -> None:
     elif isinstance(error, GrpoRlError | Preempted):
         kind = "stopped" if isinstance(error, Preempted | StoppedByAlarm) else "error"
         # A worker's last words are in its log; the traceback of this process in its own.
-        more = [*details(error), *getattr(error, "__notes__", [])]
-        lines = [f"{kind}: {headline(error)}", *(f"  {line}" for line in more)]
+        detail_lines = [*details(error), *getattr(error, "__notes__", [])]
+        lines = [f"{kind}: {headline(error)}", *(f"  {line}" for line in detail_lines)]
     elif isinstance(error, ModuleNotFoundError):
         lines = [f"error: {headline(error)}"]
     else:
@@ -268,7 +268,7 @@ def opened(composed: Composed, plan: Plan) -> Iterator[Course]:
             checkpoint = verify(Path(trainer.resume_from_path or ""))
         elif trainer.resume_mode == "auto":
             checkpoint = _newest_in(run_dir.checkpoints, console)
-        # What was sampled before a checkpoint was there is not sampled again where it is of the same data and weights.
+        # What was sampled before a checkpoint was there is not sampled again if it is of the same data and weights.
         collected = () if trainer.resume_mode == "disable" else (run_dir.collected,)
         if checkpoint is not None and trainer.resume_mode == "auto":
             refuse_rewind(run_dir.path, checkpoint.step)
@@ -368,11 +368,15 @@ def _go_back(course: Course, error: WorkerFailed) -> None:
 
 def newest_checkpoint(course: Course) -> Checkpoint | None:
     """Return the newest state of this run: where it began, one of its checkpoints, or the one that it keeps for itself."""
-    run_dir, found = course.session.run_dir, [course.checkpoint]
+    run_dir, candidates = course.session.run_dir, [course.checkpoint]
     for folder in (run_dir.checkpoints, run_dir.recovery):
         with suppress(CheckpointError):  # none of several is good, each of which was warned of
-            found.append(_newest_in(folder, course.session.console))
-    return max((one for one in found if one is not None), key=lambda one: one.step, default=None)
+            candidates.append(_newest_in(folder, course.session.console))
+    return max(
+        (checkpoint for checkpoint in candidates if checkpoint is not None),
+        key=lambda checkpoint: checkpoint.step,
+        default=None,
+    )
 
 
 def _newest_in(folder: Path, console: Console) -> Checkpoint | None:
@@ -408,8 +412,8 @@ def begin(course: Course, stack: ExitStack) -> RunLoop:
         first_look(course, inputs)
     # Teachers' models that are embedded ones are made first.
     teachers = (
-        (name, one if one.model_path is None else replace(one, model_path=session.model_folder(one.model_path)))
-        for name, one in inputs.plan.teachers
+        (name, teacher if teacher.model_path is None else replace(teacher, model_path=session.model_folder(teacher.model_path)))
+        for name, teacher in inputs.plan.teachers
     )
     plan = replace(inputs.plan, teachers=tuple(teachers))
     cluster, roles, rules = session.start(plan, inputs, stack, course.recoveries)

@@ -362,8 +362,8 @@ def _failure(what: str, error: Exception, interface: str) -> Iterator[str]:
         kind = misused if isinstance(misused, type) else type(misused)
         members = {name: getattr(kind, name) for name in dir(kind) if not name.startswith("_")}
         values = [
-            *(name for name, one in members.items() if isinstance(one, property)),
+            *(name for name, member in members.items() if isinstance(member, property)),
             *(field.name for field in fields(kind)),
         ]
-        methods = [f"{name}()" for name, one in members.items() if callable(one)]
+        methods = [f"{name}()" for name, member in members.items() if callable(member)]
         yield f"{kind.__name__} has {', '.join([*values, *methods])}"

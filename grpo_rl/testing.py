@@ -208,7 +208,7 @@ def _roles(inputs: Inputs, answers: Answers | None, models: Path, stack: ExitSta
 
 
 class LocalBlock(dict[str, Any]):
-    """What a rank has computed, where Ray's object store would have it."""
+    """What a rank has computed, if Ray's object store would have it."""
 
     @property
     def ref(self) -> LocalBlock:

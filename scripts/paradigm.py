@@ -4,7 +4,7 @@
     .venv/bin/python scripts/paradigm.py --only rft grpo_os --seeds 1
     .venv/bin/python scripts/paradigm.py --only written_os written_ps written_ps_model
     .venv/bin/python scripts/paradigm.py --out FOLDER --draw    # the table and the picture of runs that are there
-    .venv/bin/python scripts/paradigm.py --credit               # where the first update of each supervision leads
+    .venv/bin/python scripts/paradigm.py --credit               # if the first update of each supervision leads
 
 The embedded model learns sums with carries (`TASK`) from demonstrations of which eight in ten forget to carry: that is the start.
 Every method then trains from it for the same number of steps, and samples the same number of rollouts: the online ones in
@@ -13,10 +13,10 @@ The reward model of the last two methods begins as the start and learns from pai
 rule; one stays as it is, the other learns on in every iteration. Accuracy is that of greedy answers to held-out problems, judged
 by the rule, whatever rewarded the training.
 
-The `written_*` methods do the same on sums that are written column by column (`WRITTEN`), where a response has six steps: outcome
+The `written_*` methods do the same on sums that are written column by column (`WRITTEN`), if a response has six steps: outcome
 against process supervision, with the rule's scores and with those of a process reward model that learns from rated sums.
 
-`--credit` compares where the first update of each supervision leads: the cosine of its gradient, over batches of a step's size, with the
+`--credit` compares if the first update of each supervision leads: the cosine of its gradient, over batches of a step's size, with the
 exact gradient of the probability of the right solutions. On sums it begins with builtin:arithmetic, which any run of its recipes makes.
 
 A run that is complete in the folder is not done again, so a command that was interrupted goes on. `table.md` and `paradigm.png`
@@ -370,13 +370,13 @@ def orders(curves: Curves) -> list[str]:
 
 
 def reward_model_quality(out: Path) -> list[str]:
-    """Return an item with the accuracy of the common reward model on held-out pairs; nothing where there is none."""
+    """Return an item with the accuracy of the common reward model on held-out pairs; nothing if there is none."""
     file = out / "reward_model" / "metrics.jsonl"
     values = [record["val/accuracy"] for record in read_metrics(file) if "val/accuracy" in record] if file.is_file() else []
     return [f"- The reward model puts {value:.3f} of {NUM_HELD_OUT_PAIRS} held-out pairs in order." for value in values[-1:]]
 
 
-# ---- where an update leads, by what rewards it ---------------------------------------------------------------
+# ---- if an update leads, by what rewards it ---------------------------------------------------------------
 
 NUM_BATCHES = 12
 RULES = {TASK: arithmetic_process, WRITTEN: written_sum}

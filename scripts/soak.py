@@ -11,7 +11,7 @@ effective time >= 70 % of the wall clock.
 
     python scripts/soak.py --minutes 15 --schedule async
 
-Where responses are sampled while others are trained, what is sampled after a failure is sampled by other weights. Then there is
+If responses are sampled while others are trained, what is sampled after a failure is sampled by other weights. Then there is
 no undisturbed training to compare with; instead every prompt has to be trained exactly once, by weights within the bound.
 """
 
@@ -235,7 +235,7 @@ class Soak:
 
 
 def effective_s(run: Path) -> float:
-    """Seconds of steps that counted: each one's own, or the median where a recovery made it longer."""
+    """Seconds of steps that counted: each one's own, or the median if a recovery made it longer."""
     rows = [row for row in read_metrics(run / "metrics.jsonl") if "timing_s/step" in row]
     usual = statistics.median(float(row["timing_s/step"]) for row in rows)
     disturbed = [any(key.startswith("recovery/") for key in row) for row in rows]

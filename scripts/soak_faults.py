@@ -83,7 +83,7 @@ class Source:
         return self.random.choices(list(FROM_OUTSIDE), list(FROM_OUTSIDE.values()))[0]
 
     def victim(self, kind: str, status: Mapping[str, Any], session: Mapping[str, Any]) -> int | None:
-        """The process that this kind is for; None where there is none just now."""
+        """The process that this kind is for; None if there is none just now."""
         family = set(launcher.processes(session["token"]))
         if kind.endswith("reward process"):
             candidates = [pid for pid in family if _parent(pid) == status["pid"] and REWARD_PROCESS in _words(pid)]
@@ -94,7 +94,7 @@ class Source:
         return self.random.choice(alive) if alive else None
 
     def damage(self, checkpoints: Path) -> Path | None:
-        """A file of the newest checkpoint, of which a bit is turned, the end is missing, or all; None where it is the only one."""
+        """A file of the newest checkpoint, of which a bit is turned, the end is missing, or all; None if it is the only one."""
         good = intact(checkpoints)
         if len(good) < 2:
             return None

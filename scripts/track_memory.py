@@ -6,7 +6,7 @@ Nothing is computed and no memory is taken: torch's FakeTensorMode runs every op
 torch's fake one, of which this process is rank 0, and `torch.distributed._tools.MemTracker` adds up the storages that live.
 Sharding (`models/fsdp.py`), the policy with its head (`models/forward.py`), gradient clipping and the optimizer are those of a run.
 
-torch's CPU build knows no CUDA device, so the tensors lie on the fake device `cpu`. Where the code asks for the device's type,
+torch's CPU build knows no CUDA device, so the tensors lie on the fake device `cpu`. If the code asks for the device's type,
 the answer of a GPU is put in its place: the attention kernel, the shared prompts' keys, the head's products.
 """
 
@@ -69,7 +69,7 @@ class Case:
     per_group: int = 1
     """Rollouts that share one prompt's states."""
     lora_rank: int = 0
-    """The rank of adapters, which alone are trained; 0 where all parameters are."""
+    """The rank of adapters, which alone are trained; 0 if all parameters are."""
     half_base: bool = False
     """The blocks' frozen weights rest in bfloat16."""
     together: int = 1
@@ -83,12 +83,12 @@ class Case:
 
     @property
     def trained(self) -> int:
-        """Return the tokens that run through the LM head on this rank, where all slices have as many."""
+        """Return the tokens that run through the LM head on this rank, if all slices have as many."""
         return -(-self.rollouts * self.response // self.together)
 
 
 class Scalars(TorchDispatchMode):
-    """Gives a number where the code reads one out of a tensor that has none, and a size where one depends on values."""
+    """Gives a number if the code reads one out of a tensor that has none, and a size if one depends on values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
@@ -129,7 +129,7 @@ class Tracker(MemTracker):
 
 @contextmanager
 def as_on_a_gpu(world: int) -> Iterator[None]:
-    """Put a GPU's answers where code asks for the device, and join a process group of `world` ranks that sends nothing."""
+    """Put a GPU's answers if code asks for the device, and join a process group of `world` ranks that sends nothing."""
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def apart(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -237,7 +237,7 @@ def on_device(sequences: Sequences) -> Sequences:
 
 
 def watch(policy: PolicyModel, tracker: Tracker) -> None:
-    """Let the tracker change its region where the step goes from one part of the model to another."""
+    """Let the tracker change its region if the step goes from one part of the model to another."""
     layers = load.decoder_layers(policy.lm)
 
     def enter(region: str) -> Any:

@@ -164,7 +164,7 @@ _AGAIN = 90
 def break_save(folder: Path, scene: Scene, at: int | None, *, power_cut: bool = False) -> int:
     """Break off the scene's save at a call, start again, and check all that is promised. The number of calls made.
 
-    Raises AssertionError where something is not as promised.
+    Raises AssertionError if something is not as promised.
     """
     with breaking():
         store = CheckpointStore(folder, scene.keep)

@@ -20,7 +20,7 @@ WAIT_S = 60.0
 
 
 def browser_path() -> str | None:
-    """Return the program of a Chromium on this machine; None where there is none."""
+    """Return the program of a Chromium on this machine; None if there is none."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
@@ -55,7 +55,7 @@ class Tab:
         self.wait(wait_for)
 
     def evaluate(self, script: str) -> Any:
-        """Return the value of a script, awaited where it is a promise."""
+        """Return the value of a script, awaited if it is a promise."""
         found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 CANARY = Path(tempfile.gettempdir()) / f"grpo_rl_hostile_canary_{os.getpid()}"
-"""The file that the injections try to write: where it exists after scoring, model text was run as code."""
+"""The file that the injections try to write: if it exists after scoring, model text was run as code."""
 MEGABYTE = 1_000_000
 
 MATH_BOMBS = {

@@ -169,7 +169,7 @@ def test_every_file_is_on_a_floor() -> None:
 
 
 def every_file(broken: Callable[[str], Iterator[str]]) -> None:
-    """Fails with every place in the package where a rule is broken."""
+    """Fails with every place in the package if a rule is broken."""
     places = [f"{file}:{place}" for file in names() for place in broken(file)]
     assert not places, "\n" + "\n".join(places)
 
@@ -211,7 +211,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 
 
 def cycle_from(start: str, graph: dict[str, set[str]]) -> list[str]:
-    """A path from `start` back to itself, empty where there is none."""
+    """A path from `start` back to itself, empty if there is none."""
     paths, seen = [[start]], set()
     while paths:
         path = paths.pop()

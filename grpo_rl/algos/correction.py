@@ -115,9 +115,9 @@ class RolloutCorrection:
             )
         if problems:
             raise ConfigError(problems)
-        given = iter(lowers)
+        lower_bounds = iter(lowers)
         rejections = [
-            Rejection(mode, None if mode not in ratios else next(given) if lowers else 1.0 / upper, upper)
+            Rejection(mode, None if mode not in ratios else next(lower_bounds) if lowers else 1.0 / upper, upper)
             for mode, upper in zip(modes, uppers, strict=True)
         ]
         threshold = config.rollout_is_threshold
@@ -131,7 +131,7 @@ class RolloutCorrection:
         return not self.bypass_mode and (self.rollout_is is not None or bool(self.rollout_rs))
 
     def in_the_loss(self, has_ratio: bool) -> RolloutCorrection | None:
-        """Return what the loss does by itself in bypass mode (None: nothing); where it `has_ratio`, that is the weight."""
+        """Return what the loss does by itself in bypass mode (None: nothing); if it `has_ratio`, that is the weight."""
         if not self.rollout_rs and (has_ratio or not self.rollout_is):
             return None
         return dataclasses.replace(self, rollout_is=None, rollout_is_threshold=None) if has_ratio else self
@@ -229,15 +229,15 @@ def _weights(
             mean = _mean((sums_N / kept_N.clamp(min=1))[kept_N > 0])
         metrics["rollout_is_batch_norm_factor"] = mean
         weights_T = weights_T / mean if mean > 0 else weights_T
-    kept = weights_T[trained_T]
-    squares = float(kept.square().sum())
+    kept_weights = weights_T[trained_T]
+    squares = float(kept_weights.square().sum())
     metrics |= {
-        "rollout_is_mean": _mean(kept),
-        "rollout_is_std": float(kept.std()) if len(kept) > 1 else 0.0,
-        "rollout_is_min": float(kept.min()) if len(kept) else 0.0,
-        "rollout_is_max": float(kept.max()) if len(kept) else 0.0,
+        "rollout_is_mean": _mean(kept_weights),
+        "rollout_is_std": float(kept_weights.std()) if len(kept_weights) > 1 else 0.0,
+        "rollout_is_min": float(kept_weights.min()) if len(kept_weights) else 0.0,
+        "rollout_is_max": float(kept_weights.max()) if len(kept_weights) else 0.0,
         # (Σ w)² / (n Σ w²): the share of tokens that an unweighted sample of equal variance would have.
-        "rollout_is_eff_sample_size": float(kept.sum()) ** 2 / (len(kept) * squares) if squares else 0.0,
+        "rollout_is_eff_sample_size": float(kept_weights.sum()) ** 2 / (len(kept_weights) * squares) if squares else 0.0,
     }
     return weights_T.float()
 

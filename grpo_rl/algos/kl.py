@@ -88,7 +88,7 @@ def k3(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
 
     Gradient: 1 - π_ref/π, but 0 where a bound acts
 
-    DeepSeekMath (arXiv 2402.03300), eq. 4; the clamps are verl's. Where they act the gradient is 0. An infinite
+    DeepSeekMath (arXiv 2402.03300), eq. 4; the clamps are verl's. If they act the gradient is 0. An infinite
     difference is not clamped: a policy or a reference that has broken down must not look like a distance of 10.
     """
     d_T = k1(policy_logprobs_T, ref_logprobs_T)

@@ -45,7 +45,7 @@ class Objective:
     """A registered KL estimator, `full`, or None for no KL term."""
     kl_loss_coef: float = 0.0
     loss_options: Options = ()
-    """Options of the policy loss and of its choice of tokens, where they are not the functions' defaults."""
+    """Options of the policy loss and of its choice of tokens, if they are not the functions' defaults."""
     agg_options: Options = ()
     """Options of the average."""
     kl_options: Options = ()
@@ -78,7 +78,7 @@ class Objective:
     ) -> Objective:
         """Return the objective that `actor_rollout_ref.actor` describes.
 
-        `max_response_length` is the constant of the averages that divide by one, where `loss_scale_factor` is not set.
+        `max_response_length` is the constant of the averages that divide by one, if `loss_scale_factor` is not set.
         """
         loss, agg_options = POLICY_LOSSES.get(actor.policy_loss.loss_mode), average_options(actor, max_response_length)
         # A term with weight 0 is no term: nothing then asks for the reference.
@@ -149,7 +149,7 @@ class Objective:
         return needs_of(POLICY_LOSSES.get(self.loss_mode), dict(self.loss_options))
 
     def select(self, advantages_T: Tensor, old_logprobs_T: Tensor, generator: torch.Generator) -> Tensor:
-        """Return which trained tokens of a whole mini-batch the loss clips. Only where `needs_selection`."""
+        """Return which trained tokens of a whole mini-batch the loss clips. Only if `needs_selection`."""
         selection = selection_of(POLICY_LOSSES.get(self.loss_mode))
         assert selection is not None, f"{self.loss_mode} chooses no tokens"
         return selection(advantages_T, old_logprobs_T, generator, **own_options(selection, dict(self.loss_options)))
@@ -159,7 +159,7 @@ class Objective:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return this micro-batch's share of the global loss, and its share of the statistics.
 
-        The sum of the shares over all micro-batches and ranks is the loss; nothing divides again. Where ranks
+        The sum of the shares over all micro-batches and ranks is the loss; nothing divides again. If ranks
         average their gradients, the loss has to be multiplied by their number first. `counts` are those of the trained
         tokens of the whole mini-batch. `entropy_coeff` comes with `adaptive_entropy`, and only then.
 
@@ -200,15 +200,15 @@ class Objective:
         return loss, stats
 
     def _entropy_coeff(self, steered: float | None) -> float:
-        """Return the weight of the bonus: the caller's where it is steered, else the configured one."""
+        """Return the weight of the bonus: the caller's if it is steered, else the configured one."""
         assert (steered is not None) == self.adaptive_entropy, "entropy_coeff comes with adaptive_entropy, and only then"
         return self.entropy_coeff if steered is None else steered
 
     def _corrected(self, correction: RolloutCorrection, inputs: LossInput) -> Tensor:
         """Return each token's weight: 0 for what is rejected, which stays in the denominators, as in verl."""
-        found = correct(correction, inputs.policy_logprobs_T.detach(), inputs.old_T(), inputs.segments)
-        weights_T = torch.ones_like(inputs.policy_logprobs_T) if found.weights_T is None else found.weights_T
-        return weights_T if found.trained_T is None else weights_T * found.trained_T
+        result = correct(correction, inputs.policy_logprobs_T.detach(), inputs.old_T(), inputs.segments)
+        weights_T = torch.ones_like(inputs.policy_logprobs_T) if result.weights_T is None else result.weights_T
+        return weights_T if result.trained_T is None else weights_T * result.trained_T
 
     def _average(self, x_T: Tensor, inputs: LossInput, counts: Counts) -> Tensor:
         aggregate, keywords = AGGREGATIONS.get(self.loss_agg_mode), dict(self.agg_options)

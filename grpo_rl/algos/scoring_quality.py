@@ -20,7 +20,7 @@ def pair_accuracy(chosen_P: Tensor, rejected_P: Tensor) -> float:
 def auc(scores_K: Tensor, good_K: Tensor) -> float:
     """Return the area under the ROC curve: how often a good one has a larger score than a bad one, ties counting one half.
 
-    The statistic of Mann and Whitney (1947) divided by the number of such pairs, from ranks. NaN where all are good, or all bad.
+    The statistic of Mann and Whitney (1947) divided by the number of such pairs, from ranks. NaN if all are good, or all bad.
     """
     good_K = good_K.bool()
     num_good, num_bad = int(good_K.sum()), int((~good_K).sum())

@@ -40,7 +40,7 @@ class Segments:
 
     @cached_property
     def last_index_N(self) -> Tensor:
-        """Position on the flat axis of each response's last token. Meaningless where `nonempty_N` is False."""
+        """Position on the flat axis of each response's last token. Meaningless if `nonempty_N` is False."""
         return self.lengths_N.cumsum(0) - 1
 
     def sum(self, x_T: Tensor) -> Tensor:

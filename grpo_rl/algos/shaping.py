@@ -22,7 +22,7 @@ def overlong_penalty(lengths_N: Tensor, max_length: int, buffer: int, penalty_fa
 class AdaptiveEntropy:
     """An entropy coefficient that rises while the entropy is below its target, and acts only then.
 
-    c <- max(0, c + step · sign(target - H)); the coefficient is c where H <= target, else 0: Skywork-OR1 (arXiv
+    c <- max(0, c + step · sign(target - H)); the coefficient is c if H <= target, else 0: Skywork-OR1 (arXiv
     2505.22312), section 3.2. H is the mean entropy per trained token of the step before, in nats.
     """
 

@@ -33,7 +33,7 @@ T = TypeVar("T", AdvantageInput, LossInput)
 Options = Mapping[str, Any]
 Trial = Callable[[Any, Options], tuple[Tensor, ...]]
 """(function, its options) -> its results on the small batch, and as the last one their gradient with respect to the policy's
-log-probs where it has one."""
+log-probs if it has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +118,8 @@ def undeclared(needs: Mapping[str, tuple[str, ...]], function: Callable[..., Any
 
     All responses have a group; to need several of them to a prompt is the function's own claim.
     """
-    given = needs_of(function, options) | {"group"}
-    return {column: need for need, columns in needs.items() if need not in given for column in columns}
+    declared_needs = needs_of(function, options) | {"group"}
+    return {column: need for need, columns in needs.items() if need not in declared_needs for column in columns}
 
 
 def as_declared(inputs: T, needs: Mapping[str, tuple[str, ...]], function: Callable[..., Any], options: Options) -> T:
@@ -187,7 +187,9 @@ def run_loss(function: Callable[..., Any], options: Options, inputs: LossInput |
 def has_ratio(function: Callable[..., Any], options: Options) -> bool:
     """Return whether a loss's gradient depends on the old log-probs; True for one that fails when it is tried, which is reported by itself."""
     try:
-        gradient_T, other_T = (run_loss(function, options, loss_input(one_update=one))[-1] for one in (False, True))
+        gradient_T, other_T = (
+            run_loss(function, options, loss_input(one_update=one_update))[-1] for one_update in (False, True)
+        )
     except Exception:
         return True
     return not torch.allclose(gradient_T, other_T, rtol=1e-12, atol=1e-15, equal_nan=True)
@@ -237,13 +239,13 @@ KINDS: dict[str, FunctionKind] = {
 
 
 def check(kind: FunctionKind, name: str, options: Options, run: Trial) -> None:
-    """Raise ConfigError where a function cannot be called as it will be, needs what nothing supplies, fails, or returns something else."""
+    """Raise ConfigError if a function cannot be called as it will be, needs what nothing supplies, fails, or returns something else."""
     function = kind.registry.get(name)
-    wanted = needs_of(function)
+    declared_needs = needs_of(function)
     what = f"{kind.registry.kind} {name!r}"
-    supplied = dict.fromkeys(keyword for need, keyword in kind.supplied.items() if need in wanted)
+    supplied = dict.fromkeys(keyword for need, keyword in kind.supplied.items() if need in declared_needs)
     kind.registry.check_call(name, *kind.arguments, **supplied)
-    if unknown := wanted - set(kind.needs):
+    if unknown := declared_needs - set(kind.needs):
         known = ", ".join(kind.needs)
         raise ConfigError([f"{what} needs {need!r}, which nothing supplies; it can need {known}" for need in unknown])
     try:
@@ -261,7 +263,7 @@ def check(kind: FunctionKind, name: str, options: Options, run: Trial) -> None:
 
 
 def _gradient(x_T: Tensor, inputs: LossInput) -> Tensor:
-    """Return the gradient of a sum in which every token has another weight; zeros where there is none."""
+    """Return the gradient of a sum in which every token has another weight; zeros if there is none."""
     if not x_T.requires_grad:
         return torch.zeros_like(inputs.policy_logprobs_T)
     weights_T = 1.0 + torch.arange(len(x_T)) % 7

@@ -81,15 +81,15 @@ def remove_tree(folder: Path) -> None:
 
 def entry_of(path: Path) -> Entry:
     """Size and SHA-256 of a regular file as it is on the disk. OSError for anything else: a device or pipe is never opened."""
-    found = path.lstat()
-    if not stat.S_ISREG(found.st_mode):
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(f"{path.name} is not a regular file")
     digest = hashlib.sha256()
-    piece = memoryview(bytearray(min(found.st_size + 1, _READ_BYTES)))
+    piece = memoryview(bytearray(min(status.st_size + 1, _READ_BYTES)))
     with path.open("rb", buffering=0) as file:
         while length := file.readinto(piece):
             digest.update(piece[:length])
-    return found.st_size, digest.hexdigest()
+    return status.st_size, digest.hexdigest()
 
 
 def walk(folder: Path) -> Iterator[tuple[str, bool]]:

@@ -112,12 +112,12 @@ def verify(folder: Path) -> Checkpoint:
         raise CheckpointError(f"{folder}: {STATE} is of step {state['step']!r}, the checkpoint of step {manifest.step}")
     of_ranks: dict[str, set[str]] = defaultdict(set)
     for name in manifest.files:
-        place, _, own = name.rpartition("/")
-        if _RANK_FILE.fullmatch(own):
-            of_ranks[place].add(own)
+        place, _, file_name = name.rpartition("/")
+        if _RANK_FILE.fullmatch(file_name):
+            of_ranks[place].add(file_name)
             _check_tensors(folder, name)
-    for place, found in of_ranks.items():
-        _check_ranks(folder / place, found)
+    for place, file_names in of_ranks.items():
+        _check_ranks(folder / place, file_names)
     return Checkpoint(folder, manifest.step, state)
 
 
@@ -129,7 +129,7 @@ def unknown_files(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """The path of a file of the manifest. Raises CheckpointError where the name, or a link on the way, leads out."""
+    """The path of a file of the manifest. Raises CheckpointError if the name, or a link on the way, leads out."""
     parts = name.split("/")
     if "\0" in name or "\\" in name or any(part in ("", ".", "..") for part in parts):
         raise CheckpointError(f"{folder}: the manifest names {name!r}, which is outside the folder")

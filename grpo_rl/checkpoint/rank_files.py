@@ -97,7 +97,7 @@ class RankFiles:
         self._saving = in_background("checkpoint", lambda: self._copied_and_written(folder, shares, texts, stream))
 
     def saved(self, wait_s: float = 0.0) -> Files | None:
-        """The files that the last `save` wrote; None when it is not done within `wait_s`; none where nothing was saved here.
+        """The files that the last `save` wrote; None when it is not done within `wait_s`; none if nothing was saved here.
 
         Raises CheckpointError when they could not be written.
         """
@@ -246,10 +246,10 @@ def load_weights(folder: Path, policy: nn.Module) -> dict[str, Any]:
     """
     noted: dict[str, Any] = json.loads((folder / TRAINING).read_text(encoding="utf-8"))
     _check_adapters(folder, noted.get("lora"), _adapters_of(policy))
-    kept = kept_parameters(policy)
+    parameters = kept_parameters(policy)
     with Shards([_path(folder, "weights", number) for number in range(int(noted["world_size"]))]) as shards:
-        _check_names(folder, shards.shapes, {name: tuple(p.shape) for name, p in kept.items()})
-        for name, parameter in kept.items():
+        _check_names(folder, shards.shapes, {name: tuple(p.shape) for name, p in parameters.items()})
+        for name, parameter in parameters.items():
             local_of(parameter).copy_(shards.rows(name, *rows_of(parameter)) if parameter.dim() else shards.whole(name))
     return noted
 
@@ -273,7 +273,7 @@ def _path(folder: Path, kind: str, rank: int) -> Path:
 def _load_optimizer(shards: Shards, policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     names = {parameter: name for name, parameter in policy.named_parameters()}
     state: dict[int, dict[str, Any]] = {}
-    for index, parameter in enumerate(one for group in optimizer.param_groups for one in group["params"]):
+    for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         stored = {key: f"{key}:{names[parameter]}" for key in _MOMENTS if f"{key}:{names[parameter]}" in shards.shapes}
         if stored:
             state[index] = {key: _moment(shards, name, parameter) for key, name in stored.items()}
@@ -303,7 +303,7 @@ def _adapters_of(policy: nn.Module) -> Adapters | None:
 
 
 def _check_adapters(folder: Path, stored: dict[str, Any] | None, own: Adapters | None) -> None:
-    """Raise CheckpointError for adapters where the whole model is trained, for the reverse, and for adapters of another kind."""
+    """Raise CheckpointError for adapters if the whole model is trained, for the reverse, and for adapters of another kind."""
     ways_out = "or start anew with trainer.resume_mode=disable or another trainer.experiment_name"
     key = "actor_rollout_ref.model.lora_rank"
     if own is None and stored is not None:

@@ -61,7 +61,7 @@ class CheckpointStore:
     def begin(self, step: int, state: dict[str, Any], needed: int = 0) -> Draft:
         """An empty temporary folder for the checkpoint of `step`.
 
-        Raises CheckpointError, with nothing written, where fewer than the `needed` bytes are free.
+        Raises CheckpointError, with nothing written, if fewer than the `needed` bytes are free.
         """
         draft = Draft(self, step, self.folder / _temporary("writing", f"step_{step}"), needed, json.dumps(state).encode())
         with self.writing(draft):
@@ -75,7 +75,7 @@ class CheckpointStore:
 
     @contextmanager
     def writing(self, draft: Draft) -> Iterator[None]:
-        """Remove what there is of the draft where the inside fails; what the disk refuses is a CheckpointError."""
+        """Remove what there is of the draft if the inside fails; what the disk refuses is a CheckpointError."""
         try:
             yield
         except Exception as error:
@@ -164,8 +164,8 @@ class CheckpointStore:
         """Return the steps of all folders with a checkpoint's name, ascending; `latest` finds out which are checkpoints."""
         if not self.folder.is_dir():
             return []
-        found = (step_of(path.name) for path in self.folder.iterdir())
-        return sorted(step for step in found if step is not None)
+        steps = (step_of(path.name) for path in self.folder.iterdir())
+        return sorted(step for step in steps if step is not None)
 
     def set_aside_after(self, step: int) -> list[Path]:
         """Rename the checkpoints of later steps, and return their new places: a run that goes on from `step` makes its own.

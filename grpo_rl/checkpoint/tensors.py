@@ -32,7 +32,7 @@ _LAYOUT = "layout"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some rows of a tensor, in order: all of it, where there is one part."""
+    """Some rows of a tensor, in order: all of it, if there is one part."""
 
     tensor: Tensor
     start: int
@@ -145,7 +145,7 @@ class HostMemory:
 
 
 def _lock(block: Tensor) -> None:
-    """Page-lock memory, where the system allows it. Torch's own page-locked memory is rounded up to powers of two."""
+    """Page-lock memory, if the system allows it. Torch's own page-locked memory is rounded up to powers of two."""
     if int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0)):
         # CUDA reports the failure once more to whoever starts the next kernel: here, and not in the middle of a pass.
         with contextlib.suppress(RuntimeError):

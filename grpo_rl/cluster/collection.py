@@ -51,7 +51,7 @@ def collect(plan: Plan, session: RunSession) -> tuple[Path, Metrics]:
     """Return the file of the collected rows and their metrics; what is not there yet is sampled now.
 
     `plan` is the plan of the whole run. A run that goes on from a checkpoint has trained on the rows that are
-    there: they stay. Raises DataError where nothing is left to train on.
+    there: they stay. Raises DataError if nothing is left to train on.
     """
     run_dir, console, folder = session.run_dir, session.console, session.run_dir.collected
     if plan.resumes and (metrics := summary_of(folder)) is not None:
@@ -193,25 +193,25 @@ class Collection:
         return {f"collect/{name}": float(value) for name, value in metrics.items()}
 
     def checked(self) -> tuple[Metrics, str]:
-        """Return the metrics of the complete collection, and as a sentence. Raises DataError where nothing is left to train on."""
+        """Return the metrics of the complete collection, and as a sentence. Raises DataError if nothing is left to train on."""
         metrics = summary_of(self.folder)
         assert metrics is not None, "the collection is complete"
-        kept, sampled, prompts = (int(metrics[f"collect/{name}"]) for name in ("kept", "sampled", "prompts"))
-        found = f"{sampled:,} responses to {prompts:,} prompts (mean reward {metrics['collect/reward_mean']:.4g})"
-        if kept and self.pairs:
+        num_kept, sampled, prompts = (int(metrics[f"collect/{name}"]) for name in ("kept", "sampled", "prompts"))
+        counts = f"{sampled:,} responses to {prompts:,} prompts (mean reward {metrics['collect/reward_mean']:.4g})"
+        if num_kept and self.pairs:
             tied = metrics["collect/tied_prompts"]
-            return metrics, f"collected {kept:,} pairs from {found}; in {tied:.1%} of the groups none is better"
-        if kept:
+            return metrics, f"collected {num_kept:,} pairs from {counts}; in {tied:.1%} of the groups none is better"
+        if num_kept:
             unsolved, same = metrics["collect/unsolved_prompts"], int(metrics["collect/duplicates"])
             return (
                 metrics,
-                f"collected {kept:,} of {found}; {unsolved:.1%} of the prompts have no good one, {same:,} were there already",
+                f"collected {num_kept:,} of {counts}; {unsolved:.1%} of the prompts have no good one, {same:,} were there already",
             )
         least = self.config.algorithm.rejection.min_reward
         none = (
             "is better than another of its group" if self.pairs else f"has a reward of algorithm.rejection.min_reward={least:g}"
         )
         raise DataError(
-            f"nothing to train on: none of {found} {none}. Raise actor_rollout_ref.rollout.n, give easier prompts or "
+            f"nothing to train on: none of {counts} {none}. Raise actor_rollout_ref.rollout.n, give easier prompts or "
             "a better initial policy, or look whether the reward recognises its answers"
         )

@@ -47,17 +47,17 @@ class Inputs:
     """The plan, with the number of rows that the training data turned out to have."""
     tokenizer: Any
     train_data: PromptDataset | None
-    """The prompts that are trained on; None where nothing is trained, or given answers are."""
+    """The prompts that are trained on; None if nothing is trained, or given answers are."""
     val_data: PromptDataset | None
     rows: TrainingRows | None
-    """The rows that are trained on as they stand; None where the trained responses are sampled."""
+    """The rows that are trained on as they stand; None if the trained responses are sampled."""
     reward: RewardFunction | None
-    """The reward of functions; None where only models score."""
+    """The reward of functions; None if only models score."""
     audit: RewardFunction | None
     """The functions that audit the reward."""
     models: ModelRewards
     episodes: EpisodeSetup | None = None
-    """The environment and the tools of episodes; None where rollouts are single responses."""
+    """The environment and the tools of episodes; None if rollouts are single responses."""
 
     def functions(self, plan: Plan, logs: Path) -> FunctionSpec | None:
         """Return what runs on every node beside the plan's roles; None if there are no functions."""
@@ -85,7 +85,7 @@ class Inputs:
 def read_inputs(
     plan: Plan, run_dir: RunDir, console: Console, *, collected: Path | None = None, part: str = "validation"
 ) -> Inputs:
-    """Read what the configuration names; training rows are those of `collected` where it is given.
+    """Read what the configuration names; training rows are those of `collected` if it is given.
 
     Raises ConfigError, DataError and RewardError for what cannot be used.
     """
@@ -98,8 +98,8 @@ def read_inputs(
     if episodes is not None:
         for note in episodes.check(tokenizer):
             console.warn(note)
-    shown = plan if episodes is None else plan.with_data(episodes.data)
-    train, val, rows = _data(shown, tokenizer, vocab_size, console, run_dir.path, collected, part)
+    data_plan = plan if episodes is None else plan.with_data(episodes.data)
+    train, val, rows = _data(data_plan, tokenizer, vocab_size, console, run_dir.path, collected, part)
     models = ModelRewards(plan, scorer, tokenizer, decoder(tokenizer))
     reward = audit = None
     data_sources = {source for part in (train, val) if part is not None for source in part.data_sources}
@@ -141,18 +141,18 @@ def _data(
         bad_rows = BadRows(data.on_bad_row, folder / f"bad_rows_{name}.jsonl", console.warn)
         limit = data.val_max_samples if most is None else most
         opened = kind(files, of, tokenizer, max_samples=limit, bad_rows=bad_rows, vocab_size=vocab_size)
-        found = opened.checked(most is None, lambda text: bar.advance(0, note=text))
-        notes.append(f"{part}: {found.report}")
+        dataset = opened.checked(most is None, lambda text: bar.advance(0, note=text))
+        notes.append(f"{part}: {dataset.report}")
         bar.advance(note="; ".join(notes))
-        return found
+        return dataset
 
     with console.progress("reading the data") as bar:
         train_prompts = val_prompts = val = None
         if plan.rows is not None:
-            kind, rows, most = _ROWS[plan.rows], config, data.train_max_samples
+            kind, rows, max_samples = _ROWS[plan.rows], config, data.train_max_samples
             if collected is not None:
-                rows, most = rejection.reading(config, str(collected)), -1
-            train = read(kind, "train", "train", rows.data.train_files, rows, most)
+                rows, max_samples = rejection.reading(config, str(collected)), -1
+            train = read(kind, "train", "train", rows.data.train_files, rows, max_samples)
             if data.val_files:
                 val = read(kind, "validation", "val", data.val_files, config)
             if data.val_prompt_files:

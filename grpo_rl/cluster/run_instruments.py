@@ -27,7 +27,7 @@ WORK_NAMES = {
     ("reward_model", "update"): "reward_model",
     ("reward_model", "scores"): "reward_model_infer",
 }
-"""The metric of a role's phase in which a model runs: verl's names, where it has one."""
+"""The metric of a role's phase in which a model runs: verl's names, if it has one."""
 PROFILERS = {
     "actor": "actor_rollout_ref.actor.profiler",
     "reference": "actor_rollout_ref.ref.profiler",
@@ -64,19 +64,21 @@ class RunInstruments:
         return self.run_folder / self.config.global_profiler.save_path
 
     def begin(self, step: int) -> None:
-        """Order traces of this step where it is one of those that are chosen."""
+        """Order traces of this step if it is one of those that are chosen."""
         chosen: dict[str, Sequence[int]] = {}
         if (request := self.run_folder / REQUEST).exists():
             request.unlink()
             chosen = {worker_group.role: [0] for worker_group in self.worker_groups if worker_group.role != "rollout"}
-        own, profilers = self.config.global_profiler, profilers_of(self.config)
-        if own.tool is not None and step in (own.steps or ()):
+        global_profiler, profilers = self.config.global_profiler, profilers_of(self.config)
+        if global_profiler.tool is not None and step in (global_profiler.steps or ()):
             for worker_group in self.worker_groups:
                 profiler = profilers.get(PROFILERS.get(worker_group.role, ""))
                 if profiler is not None and profiler.enable:
                     ranks = range(len(worker_group)) if profiler.all_ranks else profiler.ranks or [0]
                     chosen[worker_group.role] = ranks
-        self._profiled = [one.workers[rank] for one in self.worker_groups for rank in chosen.get(one.role, ())]
+        self._profiled = [
+            worker_group.workers[rank] for worker_group in self.worker_groups for rank in chosen.get(worker_group.role, ())
+        ]
         if self._profiled:
             _ask(self._profiled, "observe", str(self.folder / f"step_{step:06d}"))
             self.say(f"step {step} is profiled into {self.folder}")
@@ -105,8 +107,8 @@ def figures_of(role: str, answers: Sequence[Answer], device_tflops: float | None
     for phase in sorted({phase for _, phases in answers for phase in phases}):
         measures = [phases[phase] for _, phases in answers if phase in phases]
         for kind in sorted({kind for measure in measures for kind in measure.memory or {}}):
-            most = max((measure.memory or {}).get(kind, 0) for measure in measures)
-            metrics[f"perf/memory/{name}/{phase}/{kind}_gib"] = most / GIB
+            max_bytes = max((measure.memory or {}).get(kind, 0) for measure in measures)
+            metrics[f"perf/memory/{name}/{phase}/{kind}_gib"] = max_bytes / GIB
         seconds, flops = max(measure.seconds for measure in measures), sum(measure.flops for measure in measures)
         work = WORK_NAMES.get((role, phase))
         if work is None or not seconds or not flops:
@@ -125,7 +127,7 @@ def figures_of(role: str, answers: Sequence[Answer], device_tflops: float | None
 
 
 def _ask(workers: Sequence[Worker], method: str, *arguments: Any) -> list[Any]:
-    """Return the answers of processes to a call of their host; none where one does not answer."""
+    """Return the answers of processes to a call of their host; none if one does not answer."""
     refs = [getattr(worker.actor, method).remote(*arguments) for worker in workers]
     try:
         return wait_all(workers, refs, ANSWER_S, f"instruments.{method}")

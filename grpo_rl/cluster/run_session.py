@@ -141,7 +141,7 @@ def run_session(plan: Plan, run_dir: RunDir, console: Console, page: PageBeside 
                 with suppress(OSError):
                     log.write_text(redact(traceback.format_exc()), encoding="utf-8", errors="backslashreplace")
                 error.add_note(f"log: {log}")
-            # The command prints it as well, where the terminal is still there.
+            # The command prints it as well, if the terminal is still there.
             console.log(f"{'stopped' if stopped else 'error'}: {headline(error)}")
             status.end(error)
             if page is not None:
@@ -188,5 +188,5 @@ def behind_ray(raised: BaseException) -> BaseException:
 
 
 def _with_memory(plan: Plan, advice: str) -> str:
-    """Return the advice on a cluster that failed, with lack of memory as its cause where that is likely."""
+    """Return the advice on a cluster that failed, with lack of memory as its cause if that is likely."""
     return "; ".join(words for words in (lack_of_memory(plan), advice) if words)

@@ -36,7 +36,7 @@ class Sampler:
     """The prompts of `data.val_files`; None for a plan without data."""
     rollout: RolloutPool
     rewarder: Rewarder | None
-    """None where nothing is scored."""
+    """None if nothing is scored."""
     warn: Callable[[str], None]
 
     def parts_of(self, rows: Sequence[int], n: int) -> list[Sequence[int]]:
@@ -53,26 +53,26 @@ class Sampler:
 
         The next part is asked for before one is waited for, so that no engine runs empty at a part's end.
         """
-        asked: list[list[str]] = []
+        submitted_ids: list[list[str]] = []
 
         def ask(number: int) -> None:
             if number < len(parts):
-                asked.append(self.rollout.submit(parts[number], n, sampling))
+                submitted_ids.append(self.rollout.submit(parts[number], n, sampling))
 
         ask(0)
         try:
             for number in range(len(parts)):
                 ask(number + 1)
-                found: dict[str, Rollout] = {}
-                for rollout in self.rollout.completed(only=asked[number]):
-                    found[rollout_id(rollout.prompt, rollout.sample_index)] = rollout
+                rollouts_by_id: dict[str, Rollout] = {}
+                for rollout in self.rollout.completed(only=submitted_ids[number]):
+                    rollouts_by_id[rollout_id(rollout.prompt, rollout.sample_index)] = rollout
                     if self.rewarder is not None:
                         self.rewarder.submit(rollout)
                     on_answer()
-                rollouts = [found[one] for one in asked[number]]
+                rollouts = [rollouts_by_id[request_id] for request_id in submitted_ids[number]]
                 yield rollouts if self.rewarder is None else by_rule(scored(self.rewarder, rollouts, self.warn))
         finally:
-            self.rollout.forget([one for ids in asked for one in ids])
+            self.rollout.forget([request_id for ids in submitted_ids for request_id in ids])
 
 
 @contextmanager

@@ -88,7 +88,7 @@ class Cluster:
         return self.pools[name]
 
     def _check_machines(self, pool: str, nodes: Iterable[str]) -> None:
-        """Raise ClusterError where one of these nodes of a cluster lacks what workers in this pool need."""
+        """Raise ClusterError if one of these nodes of a cluster lacks what workers in this pool need."""
         own_files, models = self._read_in(pool)
         check_machines(nodes, self.log_dir.parent, own_files, models)
 
@@ -181,8 +181,8 @@ class Cluster:
         address, _, port = places[0]
         timeouts = trainer.collective_timeout_s, trainer.start_timeout_s
         return [
-            Rank(i, len(places), address, port, self.plan.machine.device, *timeouts, trainer.deterministic, here)
-            for i, (here, _, _) in enumerate(places)
+            Rank(i, len(places), address, port, self.plan.machine.device, *timeouts, trainer.deterministic, node_address)
+            for i, (node_address, _, _) in enumerate(places)
         ]
 
     def start_ranks(self, worker_group: WorkerGroup, worker: str, spec: Any, **options: Any) -> Started:
@@ -204,7 +204,11 @@ class Cluster:
     def vacated(self) -> Iterator[None]:
         """Clear the engines' GPUs of all ranks, inside of this context."""
         pools: dict[str, str] = {role.name: role.pool for role in self.plan.roles}
-        ranks = [one for one in self.worker_groups if one.role != "rollout" and pools[one.role] == pools["rollout"]]
+        ranks = [
+            worker_group
+            for worker_group in self.worker_groups
+            if worker_group.role != "rollout" and pools[worker_group.role] == pools["rollout"]
+        ]
         try:
             for worker_group in ranks:
                 worker_group.call("vacate")
@@ -219,8 +223,12 @@ class Cluster:
 
     def fixed_places(self) -> dict[str, Slot]:
         """Return where the workers are without which the run cannot go on: all, but for engines whose number may change."""
-        fewest, most = self.plan.replica_bounds
-        fixed = [one for one in self.worker_groups if fewest == most or one.role != "rollout"]
+        min_replicas, max_replicas = self.plan.replica_bounds
+        fixed = [
+            worker_group
+            for worker_group in self.worker_groups
+            if min_replicas == max_replicas or worker_group.role != "rollout"
+        ]
         return {worker.name: worker.slot for worker_group in fixed for worker in worker_group.workers}
 
     def shutdown(self) -> None:
@@ -250,7 +258,7 @@ def start_roles(
     `plan` has the number of steps, which the data decides. Processes start beside each other, for none touches a GPU before
     something is built in it. What is built in them comes up beside each other, too, except for engines on the GPUs of others: vLLM
     sizes its cache by what is free on the device, and takes every change meanwhile for its own
-    (`gpu_worker.determine_available_memory`). So engines are built alone, give their memory back where they can, and ranks come
+    (`gpu_worker.determine_available_memory`). So engines are built alone, give their memory back if they can, and ranks come
     after.
     """
     engine_spec = None if plan.engine is None else replace(plan.engine, model_path=cluster.model_path)
@@ -327,10 +335,10 @@ def _make_pool(
     def build_engine(worker: Worker) -> ray.ObjectRef:
         return worker.actor.build.remote(_ENGINE, spec, trainer.start_timeout_s, trainer.step_timeout_s)
 
-    devices, (fewest, most), planned = spec.tensor_parallel_size, plan.replica_bounds, plan.role("rollout")
+    devices, (min_replicas, max_replicas), planned = spec.tensor_parallel_size, plan.replica_bounds, plan.role("rollout")
     can_replace, elastic = cluster.supervisor.recoveries.restarts, None
-    if can_replace and planned is not None and fewest < most:
-        elastic = Elastic(fewest, most, cluster.pool(planned.pool), devices, on_place)
+    if can_replace and planned is not None and min_replicas < max_replicas:
+        elastic = Elastic(min_replicas, max_replicas, cluster.pool(planned.pool), devices, on_place)
     vacated = cluster.vacated if plan.engines_share_gpus else None
     replicas = Replicas(engines, cluster.supervisor, build_engine if can_replace else None, vacated, elastic)
     if elastic is not None:

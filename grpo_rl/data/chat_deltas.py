@@ -2,7 +2,7 @@
 
 An assistant turn stays the tokens that were sampled; it is never rendered and tokenized again. What comes after it (the end of
 the turn, the observation, the beginning of the next turn) is what the template writes behind an assistant message, and is
-tokenized by itself. That is the template's own conversation only where the template does nothing but append, which is checked
+tokenized by itself. That is the template's own conversation only if the template does nothing but append, which is checked
 at the start.
 """
 
@@ -51,10 +51,10 @@ class ChatDeltas:
         # Words of data may be meant; those of an environment never are.
         self._words = ControlWords(tokenizer, template=renderer.options.get("chat_template"))
         self.shown_tools = ""
-        """The tools that `with_tools` shows, as text; empty where they are the configuration's."""
+        """The tools that `with_tools` shows, as text; empty if they are the configuration's."""
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatDeltas:
-        """Return the same for conversations that show other tools. Raises ConfigError where the template rewrites these."""
+        """Return the same for conversations that show other tools. Raises ConfigError if the template rewrites these."""
         shown = copy(self._renderer)
         shown.options = {**self._renderer.options, "tools": [dict(tool) for tool in tools]}
         deltas = ChatDeltas(shown, self._tokenizer, self._stop_ids)
@@ -67,7 +67,7 @@ class ChatDeltas:
     def prompt(self, messages: Sequence[Message], added: Sequence[Message] = ()) -> Delta:
         """Return a whole prompt with the beginning of the first assistant turn; an environment has `added` messages to it.
 
-        Raises DataError where it cannot be rendered.
+        Raises DataError if it cannot be rendered.
         """
         text = self._rendered([*messages, *self._words.marked(list(added))])
         self._renderer.check_shown([*messages, *added], _WHERE)
@@ -92,7 +92,7 @@ class ChatDeltas:
 
     @cached_property
     def opened_thought(self) -> str:
-        """The `<think>` that the template writes before each turn; empty where it writes none."""
+        """The `<think>` that the template writes before each turn; empty if it writes none."""
         return opened_thought(self._rendered([{"role": "user", "content": "?"}])) if self._renderer.has_template else ""
 
     def turn_text(self, token_ids: np.ndarray, *, special: bool) -> str:
@@ -129,7 +129,7 @@ class ChatDeltas:
     def _appends(self, role: str, thinks: bool, tool: str) -> bool:
         """Return whether a conversation of three turns only grows, by each turn and the context that follows it here.
 
-        False where it does but for thoughts. Raises ConfigError where it does not.
+        False if it does but for thoughts. Raises ConfigError if it does not.
         """
         messages: list[Message] = [{"role": "user", "content": "What is it?"}]
         before, keeps = self._rendered(messages), True
@@ -188,7 +188,7 @@ class ChatDeltas:
         return tail
 
     def _behind_calls(self, asked: Message, called: list[dict[str, Any]], messages: Sequence[Message]) -> str:
-        """Return the same where the template writes the calls in place of the turn's text: all from the turn's end on."""
+        """Return the same if the template writes the calls in place of the turn's text: all from the turn's end on."""
         before = self._rendered([asked, {"role": "assistant", "content": "", "tool_calls": called}], begins=False)
         text = self._rendered([asked, {"role": "assistant", "content": "", "tool_calls": called}, *messages])
         end = self._end()

@@ -49,7 +49,7 @@ class ChatRequest:
     tools: tuple[Mapping[str, Any], ...] = ()
     """The tools as they were given, in OpenAI's form."""
     most_calls: int | None = None
-    """The calls of a turn that count, the first ones: none where tool_choice says so, one where parallel_tool_calls is false."""
+    """The calls of a turn that count, the first ones: none if tool_choice says so, one if parallel_tool_calls is false."""
     streams: bool = False
     with_usage: bool = False
 
@@ -110,18 +110,18 @@ def _message(message: Any, number: int) -> Message:
         content = ""
     if not isinstance(content, str) or role not in _ROLES:
         raise Refused(400, f"{where} is no {{role, content}} with a text, of the role {', '.join(_ROLES)}", param=where)
-    found: Message = {"role": "system" if role == "developer" else role, "content": content}
+    parsed_message: Message = {"role": "system" if role == "developer" else role, "content": content}
     if calls:
         if not isinstance(calls, list) or not all(
             isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
         ):
             raise Refused(400, f"{where}.tool_calls is no list of {{id, type, function}}", param=where)
-        found["tool_calls"] = [_compared(call) for call in calls]
+        parsed_message["tool_calls"] = [_compared(call) for call in calls]
     if role == "tool":
         if not isinstance(message.get("tool_call_id"), str):
             raise Refused(400, f"{where} has no tool_call_id", param=where)
-        found["tool_call_id"] = message["tool_call_id"]
-    return found | ({"name": message["name"]} if isinstance(message.get("name"), str) else {})
+        parsed_message["tool_call_id"] = message["tool_call_id"]
+    return parsed_message | ({"name": message["name"]} if isinstance(message.get("name"), str) else {})
 
 
 def _tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
@@ -147,16 +147,16 @@ def _compared(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def answer_of(turn: Turn, request: ChatRequest, tool_format: str) -> ChatAnswer:
-    """Return a turn as an answer to its request: calls where the request has tools and the turn has whole ones, else all as text.
+    """Return a turn as an answer to its request: calls if the request has tools and the turn has whole ones, else all as text.
 
     A call that cannot be read stays in the text, where the agent sees it. Ids are letters and digits, nine of them, and
     differ between the turns of a conversation: templates such as Mistral's want that.
     """
     may_call = request.most_calls != 0 and turn.finish_reason == "stop"
-    found = parse(tool_format, turn.raw_text)[0][: request.most_calls] if may_call else ()
+    parsed_calls = parse(tool_format, turn.raw_text)[0][: request.most_calls] if may_call else ()
     calls = tuple(
         ToolCall(call.name, call.arguments, f"call{turn.index % 1000:03d}{number % 100:02d}")
-        for number, call in enumerate(found)
+        for number, call in enumerate(parsed_calls)
     )
     reason = "tool_calls" if calls else "stop" if turn.finish_reason == "stop" else "length"
     tokens = 0 if turn.token_ids is None else len(turn.token_ids)
@@ -179,10 +179,10 @@ def continues(before: list[Message], messages: tuple[Message, ...]) -> bool:
         bool(new)
         and all(message["role"] != "assistant" for message in new)
         and all(
-            one["role"] == other["role"]
-            and one["content"].strip() == other["content"].strip()
-            and one.get("tool_calls") == other.get("tool_calls")
-            for one, other in zip(before, messages, strict=False)
+            message["role"] == other["role"]
+            and message["content"].strip() == other["content"].strip()
+            and message.get("tool_calls") == other.get("tool_calls")
+            for message, other in zip(before, messages, strict=False)
         )
     )
 

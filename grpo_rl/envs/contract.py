@@ -65,9 +65,9 @@ class Observation:
     """An environment's answer to a turn, or what it adds before the first one."""
 
     messages: tuple[Message, ...] = ()
-    """Messages that follow the turn, of role `user` or `tool`. Empty only where the episode is done."""
+    """Messages that follow the turn, of role `user` or `tool`. Empty only if the episode is done."""
     reward: float | None = None
-    """The reward of the turn; None where the turn has none of its own."""
+    """The reward of the turn; None if the turn has none of its own."""
     done: bool = False
     info: Mapping[str, float] = field(default_factory=dict)
     """Numbers that are logged: the mean over episodes of each name's last value becomes the metric env/NAME."""
@@ -100,7 +100,7 @@ class ToolResult:
     text: str
     reward: float | None = None
     failed: bool = False
-    """True where the call failed in the policy's sight (a wrong argument, an error of its program): counted, not fatal."""
+    """True if the call failed in the policy's sight (a wrong argument, an error of its program): counted, not fatal."""
 
 
 class Tool(Protocol):

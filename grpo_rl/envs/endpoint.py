@@ -82,12 +82,12 @@ class ChatEndpoint:
         A turn that was cut off is the last one: the agent may still return a reward, and a further request is refused.
         """
         assert self._pending is not None, "the policy answers a request"
-        asked, self._pending = self._pending, None
-        answer = answer_of(turn, asked.request, self._format)
+        pending_request, self._pending = self._pending, None
+        answer = answer_of(turn, pending_request.request, self._format)
         self._num_calls += len(answer.calls)
         self._said.append(said(answer))
-        if not asked.answer.done():  # the agent may have closed its connection
-            asked.answer.set_result(answer)
+        if not pending_request.answer.done():  # the agent may have closed its connection
+            pending_request.answer.set_result(answer)
         return await self._next(is_over=turn.finish_reason != "stop")
 
     async def close(self) -> None:
@@ -105,7 +105,7 @@ class ChatEndpoint:
         return await asyncio.to_thread(self._agent, url, start, **self._options)
 
     async def _next(self, *, is_over: bool = False) -> Observation:
-        """Return the agent's next request as an observation, or the end of the episode where the agent has returned."""
+        """Return the agent's next request as an observation, or the end of the episode if the agent has returned."""
         assert self._running is not None
         request = asyncio.ensure_future(self._server.requests.get())
         await asyncio.wait({request, self._running}, return_when=asyncio.FIRST_COMPLETED)
@@ -114,23 +114,23 @@ class ChatEndpoint:
             request.cancel()
             reward = self._running.result()  # raises what the agent raised
             return Observation(reward=None if reward is None else float(reward), done=True, info=info)
-        asked = request.result()
+        pending_request = request.result()
         if is_over:
             reason = "the conversation has no room for another turn: data.max_response_length"
-            asked.refuse(Refused(400, reason, "context_length_exceeded", "messages"))
+            pending_request.refuse(Refused(400, reason, "context_length_exceeded", "messages"))
             return Observation(done=True, info=info)
         is_first, reason = not self._said, ""
-        if not continues(self._said, asked.request.messages):
+        if not continues(self._said, pending_request.request.messages):
             reason = "it does not continue the conversation: its messages so far, with the answers that it got, and new ones"
-        elif not is_first and asked.request.tools != self._tools:
+        elif not is_first and pending_request.request.tools != self._tools:
             reason = "its tools are not those of the conversation's first request, which the policy was shown"
         if reason:
-            asked.refuse(Refused(409, reason, "conversation_rewritten", "messages"))
+            pending_request.refuse(Refused(409, reason, "conversation_rewritten", "messages"))
             raise ValueError(
                 f"the agent's request cannot be a turn of its conversation: {reason}; a conversation is one growing list of messages"
             )
-        new = asked.request.messages[len(self._said) :]
-        self._pending, self._tools = asked, asked.request.tools
+        new = pending_request.request.messages[len(self._said) :]
+        self._pending, self._tools = pending_request, pending_request.request.tools
         self._said += new
         messages = tuple(self._named(message) for message in new)
         return Observation(messages, replaces_prompt=is_first, tools=self._tools if is_first else (), info=info)
@@ -139,7 +139,12 @@ class ChatEndpoint:
         """Return a tool's message with the name of the tool, which some templates write, and which clients leave out."""
         if message["role"] != "tool" or "name" in message:
             return message
-        calls = [call for one in self._said for call in one.get("tool_calls", ()) if call["id"] == message["tool_call_id"]]
+        calls = [
+            call
+            for earlier_message in self._said
+            for call in earlier_message.get("tool_calls", ())
+            if call["id"] == message["tool_call_id"]
+        ]
         return message | ({"name": calls[-1]["name"]} if calls else {})
 
 
@@ -179,11 +184,11 @@ class ChatServer:
 
     async def close(self, waiting: Asked | None) -> None:
         """Tell what still waits, `waiting` and the requests in the queue, that the conversation is over, and listen no more."""
-        left = [] if waiting is None else [waiting]
+        pending_requests = [] if waiting is None else [waiting]
         while not self.requests.empty():
-            left.append(self.requests.get_nowait())
-        for asked in left:
-            asked.refuse(Refused(410, "the episode is over", "episode_over"))
+            pending_requests.append(self.requests.get_nowait())
+        for pending_request in pending_requests:
+            pending_request.refuse(Refused(410, "the episode is over", "episode_over"))
         if self._server is not None:
             self._server.close()
         if self._connections:  # what was answered or refused a moment ago may not be written yet
@@ -249,9 +254,9 @@ class ChatServer:
         if method != "POST" or path != "v1/chat/completions":
             raise _nowhere()
         request = read_request(body)
-        asked = Asked(request, asyncio.get_running_loop().create_future())
-        await self.requests.put(asked)
-        answer = await asked.answer
+        pending_request = Asked(request, asyncio.get_running_loop().create_future())
+        await self.requests.put(pending_request)
+        answer = await pending_request.answer
         if not request.streams:
             _write(writer, 200, completion(answer, request.model))
             return

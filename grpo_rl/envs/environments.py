@@ -64,22 +64,22 @@ def made(named: Named, table: Mapping[str, str], kind: str) -> Any:
 
     Raises ConfigError, with the options that there are, for some that it does not take; of ours the types are known, too.
     """
-    found, what = class_of(named.name, table, kind), f"{kind} {named.name!r}"
-    for theirs, own, contract in _OF_VERL:
-        if hasattr(found, theirs) and not hasattr(found, own):
-            raise ConfigError(f"{what}: has `{theirs}`, as verl's classes; here a {kind} has {contract} (docs/agents.md)")
-    if problems := out_of_bounds(what, found, named.options):
+    implementation, what = class_of(named.name, table, kind), f"{kind} {named.name!r}"
+    for verl_method, method, contract in _OF_VERL:
+        if hasattr(implementation, verl_method) and not hasattr(implementation, method):
+            raise ConfigError(f"{what}: has `{verl_method}`, as verl's classes; here a {kind} has {contract} (docs/agents.md)")
+    if problems := out_of_bounds(what, implementation, named.options):
         raise ConfigError(problems)
-    parameters = inspect.signature(found).parameters
+    parameters = inspect.signature(implementation).parameters
     try:
-        inspect.signature(found).bind(**named.options)
+        inspect.signature(implementation).bind(**named.options)
         for name, value in named.options.items() if named.name in table else ():
             default = parameters[name].default
             if default is not inspect.Parameter.empty and not fits(value, default):
                 raise TypeError(f"{name}={value!r} is not of the type of its default, {default!r}")
     except TypeError as error:
         raise ConfigError(f"{what}: {error}; its options are {', '.join(parameters) or 'none'}") from None
-    return found(**named.options)
+    return implementation(**named.options)
 
 
 def schema_of(named: Named, tool: Any) -> dict[str, Any]:
@@ -116,28 +116,28 @@ _OWN_OF_VERL = ("verl.", "recipe.")
 
 
 def tools_of(path: str | None, given: Mapping[str, Any]) -> list[Named]:
-    """Return the tools of a file in verl's form, where there is one, then the `given` ones with their options by name.
+    """Return the tools of a file in verl's form, if there is one, then the `given` ones with their options by name.
 
     Raises ConfigError for a file that cannot be read or has another form, and for options that are no mapping.
     """
     parts = "class_name, config, tool_schema"
-    found = [] if path is None else _named_in(path, "tool_config_path", "tools", "tool", parts)
+    tools = [] if path is None else _named_in(path, "tool_config_path", "tools", "tool", parts)
     for name, options in given.items():
         if options is not None and not isinstance(options, Mapping):
             raise ConfigError(f"tools.{name}={options!r}: expected its options by name, {{option: value}}, or {{}}")
-        found.append(Named(name, dict(options or {})))
-    return found
+        tools.append(Named(name, dict(options or {})))
+    return tools
 
 
 def interaction_file(path: str) -> Named:
     """Return the environment of an interaction file. Raises ConfigError for another form, and for more than one interaction."""
-    found = _named_in(path, "interaction_config_path", "interaction", "environment", "name, class_name, config")
-    if len(found) != 1:
-        names = ", ".join(named.name for named in found) or "none"
+    entries = _named_in(path, "interaction_config_path", "interaction", "environment", "name, class_name, config")
+    if len(entries) != 1:
+        names = ", ".join(named.name for named in entries) or "none"
         raise ConfigError(
-            f"interaction_config_path={path}: a run has one environment, and the file has {len(found)} interactions: {names}"
+            f"interaction_config_path={path}: a run has one environment, and the file has {len(entries)} interactions: {names}"
         )
-    return found[0]
+    return entries[0]
 
 
 def _named_in(path: str, key: str, name: str, kind: str, parts: str) -> list[Named]:
@@ -149,29 +149,29 @@ def _named_in(path: str, key: str, name: str, kind: str, parts: str) -> list[Nam
     except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{key}={path}: {error}") from None
     entries = content.get(name) if isinstance(content, dict) else None
-    if not isinstance(entries, list) or not all(isinstance(one, dict) and "class_name" in one for one in entries):
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) and "class_name" in entry for entry in entries):
         raise ConfigError(f"{key}={path}: expected `{name}:`, a list of entries with {parts}")
     problems: list[str] = []
     places = [f"{key}={path}: {name}[{number}]" for number in range(len(entries))]
-    found = [_named(entry, where, kind, problems) for entry, where in zip(entries, places, strict=True)]
+    named_entries = [_named(entry, where, kind, problems) for entry, where in zip(entries, places, strict=True)]
     if problems:
         raise ConfigError(problems)
-    return found
+    return named_entries
 
 
 def _named(entry: Mapping[str, Any], where: str, kind: str, problems: list[str]) -> Named:
     """Return what an entry names; for a class of verl's, and for values of another form, with one more of `problems`."""
-    name, given, schema = str(entry["class_name"]), entry.get("config"), entry.get("tool_schema")
+    name, raw_options, schema = str(entry["class_name"]), entry.get("config"), entry.get("tool_schema")
     if name.startswith(_OWN_OF_VERL) and ":" not in name:
         known = f"a {kind} of your own as path/to/file.py:Class (docs/agents.md), or a registered name"
         instead = CLASSES.get(name.rpartition(".")[2], known)
         problems.append(f"{where}.class_name={name}: a class of verl's, which is not here; write class_name: {instead}")
-    if given is not None and not isinstance(given, Mapping):
-        problems.append(f"{where}.config is {given!r:.60}; expected options by name, or {{}}")
-        given = None
+    if raw_options is not None and not isinstance(raw_options, Mapping):
+        problems.append(f"{where}.config is {raw_options!r:.60}; expected options by name, or {{}}")
+        raw_options = None
     if schema is not None and not isinstance(schema, Mapping):
         problems.append(f"{where}.tool_schema is {schema!r:.60}; expected type and function, or null")
         schema = None
     # `type: native` says in verl that the tool is a class of its own, as every one is here.
-    options = {str(key): value for key, value in (given or {}).items() if key != "type"}
+    options = {str(key): value for key, value in (raw_options or {}).items() if key != "type"}
     return Named(name, options, None if schema is None else dict(schema))

@@ -33,7 +33,7 @@ from grpo_rl.types import GREEDY, Ending, Metrics, Prompt, Rollout, Sampling
 LOOK_S = 0.02
 """Seconds for which turns are waited for before another look at the environments that are at work."""
 QUIET_S = 0.5
-"""The same for deadlines of episodes, where no environment is at work."""
+"""The same for deadlines of episodes, if no environment is at work."""
 DRAIN_S = 0.001
 """Seconds for which further turns are waited for that have ended with the first."""
 
@@ -116,7 +116,7 @@ class Playing(Conversation):
 
     def comes_to(self, state: str | None, messages: Sequence[Message]) -> None:
         """Note the state that the next turn is taken in: the one that the environment names, else what its messages say."""
-        named = "\0".join(f"{one['role']}\0{one['content']}" for one in messages) if state is None else state
+        named = "\0".join(f"{message['role']}\0{message['content']}" for message in messages) if state is None else state
         digest = hashlib.blake2b(named.encode("utf-8", "surrogatepass"), digest_size=8).digest()
         self.state = int.from_bytes(digest, "big", signed=True)
 
@@ -126,7 +126,7 @@ class Playing(Conversation):
             self.turns[-1] = dataclasses.replace(self.turns[-1], reward=reward)
 
     def rollout(self, ended: Ending, failure: tuple[str, str] | None = None) -> Rollout:
-        """Return the whole episode as a rollout; `failure` is the kind and the cause where its environment failed."""
+        """Return the whole episode as a rollout; `failure` is the kind and the cause if its environment failed."""
         kind, cause = failure if failure is not None else (None, None)
         rollout = self.joined(
             self.sample,
@@ -159,7 +159,7 @@ class EpisodePool(WholeBatches):
         retries: int = 2,
         quiet_s: float = 3600.0,
     ) -> None:
-        """An episode has at most `max_turns` assistant turns and `timeout_s` from its first one, where these are given.
+        """An episode has at most `max_turns` assistant turns and `timeout_s` from its first one, if these are given.
 
         After a lost environment process there are `retries` further attempts. The run is given up after `quiet_s` seconds
         without any turn or answer.
@@ -207,27 +207,27 @@ class EpisodePool(WholeBatches):
 
         `sampling.max_tokens` is the room for all that follows the prompt, context included.
         """
-        asked = [(prompt, sample) for prompt in prompts for sample in [*range(n), *([GREEDY] if greedy else [])]]
-        ids = [rollout_id(prompt, sample) for prompt, sample in asked]
+        prompt_samples = [(prompt, sample) for prompt in prompts for sample in [*range(n), *([GREEDY] if greedy else [])]]
+        ids = [rollout_id(prompt, sample) for prompt, sample in prompt_samples]
         if len({*ids} - self._playing.keys() - self._ended.keys()) < len(ids):
             raise ValueError(f"some of these rollouts are being sampled already, or a prompt comes twice: {', '.join(ids[:5])}")
         self._last_news = time.monotonic()
-        for name, (prompt, sample) in zip(ids, asked, strict=True):
+        for name, (prompt, sample) in zip(ids, prompt_samples, strict=True):
             seed = sample_seed(sampling.seed, prompt.uid, sample) or 0
             self._begin(Playing(name, prompt, sample, sampling_of(sampling, prompt.uid, sample), seed, wave=self._wave))
         return ids
 
     def completed(self, wait_s: float | None = None, only: Collection[str] | None = None) -> Iterator[Rollout]:
-        """Yield episodes as they end, until none that was asked for is missing (of `only`, where given), or for `wait_s`."""
+        """Yield episodes as they end, until none that was asked for is missing (of `only`, if given), or for `wait_s`."""
         deadline = None if wait_s is None else time.monotonic() + wait_s
         while True:
-            found = [one for one in self._ended if only is None or one in only]
-            for one in found:
-                if one in self._ended:  # the caller may forget some between two of them
-                    yield self._ended.pop(one)
-            if found:
+            ended_names = [name for name in self._ended if only is None or name in only]
+            for name in ended_names:
+                if name in self._ended:  # the caller may forget some between two of them
+                    yield self._ended.pop(name)
+            if ended_names:
                 continue
-            is_missing = bool(self._playing) if only is None else any(one in self._playing for one in only)
+            is_missing = bool(self._playing) if only is None else any(name in self._playing for name in only)
             left_s = QUIET_S if deadline is None else min(QUIET_S, deadline - time.monotonic())
             if not is_missing or left_s < 0:
                 return
@@ -235,16 +235,16 @@ class EpisodePool(WholeBatches):
 
     def forget(self, ids: Collection[str]) -> None:
         """Hand these episodes over no more; their turns and environments end."""
-        forgotten = [self._playing.pop(one) for one in ids if one in self._playing]
+        forgotten = [self._playing.pop(name) for name in ids if name in self._playing]
         self._wave += bool(forgotten)
         self._withdraw(*forgotten)
         for playing in forgotten:
             self._end_environment(playing)
-        for one in ids:
-            self._ended.pop(one, None)
+        for name in ids:
+            self._ended.pop(name, None)
 
     def rest(self) -> None:
-        """Let the engines give their memory back, where they do that and nothing is asked for."""
+        """Let the engines give their memory back, if they do that and nothing is asked for."""
         if not self._playing and not self._ended:
             self.turns.rest()
 
@@ -294,8 +294,8 @@ class EpisodePool(WholeBatches):
     def _ask_due(self) -> None:
         due, self._due = self._due, {}
         if due:
-            episodes = [self._playing[one] for one in due]
-            ids = self.turns.ask([(*due[one.id], one.name) for one in episodes])
+            episodes = [self._playing[name] for name in due]
+            ids = self.turns.ask([(*due[episode.id], episode.name) for episode in episodes])
             for turn, playing in zip(ids, episodes, strict=True):
                 playing.asked, self._of_turn[turn] = turn, playing
 
@@ -304,7 +304,7 @@ class EpisodePool(WholeBatches):
         if self.timeout_s is None:
             return
         first = time.monotonic() - self.timeout_s
-        for playing in [one for one in self._playing.values() if one.began is not None and one.began < first]:
+        for playing in [episode for episode in self._playing.values() if episode.began is not None and episode.began < first]:
             self._withdraw(playing)
             self._finish(playing, "time")
 
@@ -380,7 +380,7 @@ class EpisodePool(WholeBatches):
         self._next_turn(playing)
 
     def _goes_on(self, playing: Playing, messages: list[Any], answer: Mapping[str, Any]) -> bool:
-        """Note a turn's reward; return whether another turn follows. Where none does, the episode is finished."""
+        """Note a turn's reward; return whether another turn follows. If none does, the episode is finished."""
         playing.rewarded(answer["reward"])
         ended: Ending | None = None
         if answer["done"]:
@@ -408,7 +408,7 @@ class EpisodePool(WholeBatches):
         return sum(len(message["content"]) for message in messages)
 
     def _shown_first(self, playing: Playing, messages: list[Any], *, replaces: bool) -> None:
-        """Render the prompt anew where the environment adds messages to it, or `replaces` it by them."""
+        """Render the prompt anew if the environment adds messages to it, or `replaces` it by them."""
         if not messages:
             return
         row = playing.row
@@ -416,21 +416,23 @@ class EpisodePool(WholeBatches):
         key = (row.uid, deltas.shown_tools + repr(messages))
         if key not in self._shown:
             if row.messages is None and not replaces:
-                shown = deltas.between(messages, ended=False, plain=True)
-                text, whole = row.text + shown.text, None
-                ids = [*row.token_ids.tolist(), *shown.token_ids.tolist()]
+                delta = deltas.between(messages, ended=False, plain=True)
+                text, all_messages = row.text + delta.text, None
+                ids = [*row.token_ids.tolist(), *delta.token_ids.tolist()]
             else:
-                kept = () if replaces else row.messages or ()
-                whole = (*kept, *messages)
-                shown = deltas.prompt(kept, messages)
-                text, ids = shown.text, shown.token_ids.tolist()
-            self._shown[key] = dataclasses.replace(row, token_ids=np.asarray(ids, dtype=np.int32), text=text, messages=whole)
+                kept_messages = () if replaces else row.messages or ()
+                all_messages = (*kept_messages, *messages)
+                delta = deltas.prompt(kept_messages, messages)
+                text, ids = delta.text, delta.token_ids.tolist()
+            self._shown[key] = dataclasses.replace(
+                row, token_ids=np.asarray(ids, dtype=np.int32), text=text, messages=all_messages
+            )
             if len(self._shown) > 4 * len(self._playing) + 16:
                 del self._shown[next(iter(self._shown))]
         playing.prompt = self._shown[key]
 
     def _next_turn(self, playing: Playing) -> None:
-        """Ask for the episode's next turn, where there is room for it."""
+        """Ask for the episode's next turn, if there is room for it."""
         room = playing.room(self.max_model_len)
         if room < 1:
             if playing.turns:
@@ -483,10 +485,10 @@ class EpisodePool(WholeBatches):
         """Take back the turns that episodes have asked for."""
         for playing in episodes:
             self._due.pop(playing.id, None)
-        if asked := [playing.asked for playing in episodes if playing.asked is not None]:
-            for turn in asked:
+        if turn_ids := [playing.asked for playing in episodes if playing.asked is not None]:
+            for turn in turn_ids:
                 del self._of_turn[turn]
-            self.turns.forget(asked)
+            self.turns.forget(turn_ids)
 
     def _fail(self, playing: Playing, kind: str, cause: str) -> None:
         self._finish(playing, "failed", (kind, cause))

@@ -28,29 +28,29 @@ class EpisodeSetup:
 
     @staticmethod
     def of(config: Config) -> EpisodeSetup | None:
-        """Return the setup of this configuration; None where it has no episodes.
+        """Return the setup of this configuration; None if it has no episodes.
 
         Raises ConfigError, with all problems, for names that are unknown and options that do not fit.
         """
         if not plays_episodes(config):
             return None
-        own, problems = config.actor_rollout_ref.rollout.multi_turn, list[str]()
+        multi_turn, problems = config.actor_rollout_ref.rollout.multi_turn, list[str]()
         try:
-            host = _host(own)
+            host = _host(multi_turn)
             # Environment and tools are made once here, which shows what is wrong with them.
             schemas = tuple(EpisodeHost(host).schemas.values())
         except ConfigError as error:
             problems += error.problems
-        if own.tools or own.tool_config_path is not None:
+        if multi_turn.tools or multi_turn.tool_config_path is not None:
             try:
-                check_format(own.format)
+                check_format(multi_turn.format)
             except ConfigError as error:
                 problems += error.problems
         if problems:
             raise ConfigError([f"actor_rollout_ref.rollout.multi_turn: {problem}" for problem in problems])
         tools = tuple(dataclasses.replace(named, schema=schema) for named, schema in zip(host.tools, schemas, strict=True))
-        shown = tuple({"type": "function", "function": schema} for schema in schemas)
-        return EpisodeSetup(config, dataclasses.replace(host, tools=tools), shown)
+        tool_schemas = tuple({"type": "function", "function": schema} for schema in schemas)
+        return EpisodeSetup(config, dataclasses.replace(host, tools=tools), tool_schemas)
 
     @property
     def data(self) -> DataConfig:
@@ -90,15 +90,15 @@ class EpisodeSetup:
         self, turns: TurnPool, environments: Environments, tokenizer: Any, stop_ids: frozenset[int], max_model_len: int
     ) -> EpisodePool:
         """Return the pool whose rollouts are episodes, above one of single turns."""
-        own = self.config.actor_rollout_ref.rollout.multi_turn
+        multi_turn = self.config.actor_rollout_ref.rollout.multi_turn
         return EpisodePool(
             turns,
             environments,
             self.deltas(tokenizer, stop_ids),
             max_model_len=max_model_len,
-            max_turns=max_turns(own),
-            timeout_s=own.episode_timeout_s,
-            retries=own.environment.retries,
+            max_turns=max_turns(multi_turn),
+            timeout_s=multi_turn.episode_timeout_s,
+            retries=multi_turn.environment.retries,
             quiet_s=self.config.trainer.step_timeout_s,
         )
 

@@ -140,7 +140,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def argument_problem(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with a call's arguments by the tool's JSON schema; None where nothing is.
+    """Return what is wrong with a call's arguments by the tool's JSON schema; None if nothing is.
 
     Required names and the types of the first level are looked at; what lies deeper is the tool's.
     """
@@ -152,8 +152,8 @@ def argument_problem(schema: Mapping[str, Any], arguments: Mapping[str, Any]) ->
     if parameters.get("additionalProperties") is False and (unknown := [name for name in arguments if name not in properties]):
         return f"{schema['name']} has no argument {', '.join(unknown)}; it takes {', '.join(properties) or 'none'}"
     for name, value in arguments.items():
-        wanted = properties.get(name, {}).get("type") if isinstance(properties.get(name), Mapping) else None
-        kinds = [wanted] if isinstance(wanted, str) else list(wanted or ())
+        expected_type = properties.get(name, {}).get("type") if isinstance(properties.get(name), Mapping) else None
+        kinds = [expected_type] if isinstance(expected_type, str) else list(expected_type or ())
         if kinds and not any(_is_of(value, kind) for kind in kinds):
             return f"the argument {name} of {schema['name']} is {_short(value)}, not of type {' or '.join(kinds)}"
     return None

@@ -68,8 +68,11 @@ def _of_source(source: str, models: Sequence[Sequence[Sequence[Record]]], pass_a
     return SourceResult(
         source=source,
         num_prompts=len(models[0]),
-        metrics={name: [estimates.interval(one[name]) for one in per_prompt] for name in first},
-        differences={name: [estimates.paired_difference(first[name], one[name]) for one in per_prompt[1:]] for name in first},
+        metrics={name: [estimates.interval(model_metrics[name]) for model_metrics in per_prompt] for name in first},
+        differences={
+            name: [estimates.paired_difference(first[name], model_metrics[name]) for model_metrics in per_prompt[1:]]
+            for name in first
+        },
         lengths=[fmean(record.get("response_length") or 0 for record in records) for records in flat],
         truncated=[fmean(record.get("finish_reason") == "length" for record in records) for records in flat],
         failures=[sum(record.get("failure") is not None for record in records) for records in flat],

@@ -51,9 +51,9 @@ def _note(folder: Path, file: str, found: Mapping[str, Any], problem: str) -> No
             noted = read_json(folder / file)
         except DataError as error:
             raise ConfigError(f"{error}; give another --output") from error
-        noted, now = noted if isinstance(noted, dict) else {}, json.loads(text)
-        keys = [key for key in sorted({*noted, *now}) if noted.get(key) != now.get(key)]
-        changed = [f"{key}: {_short(noted.get(key))} -> {_short(now.get(key))}" for key in keys]
+        noted, current_values = noted if isinstance(noted, dict) else {}, json.loads(text)
+        keys = [key for key in sorted({*noted, *current_values}) if noted.get(key) != current_values.get(key)]
+        changed = [f"{key}: {_short(noted.get(key))} -> {_short(current_values.get(key))}" for key in keys]
         if changed:
             raise ConfigError([f"{problem}; give the same again, or another --output:", *changed])
     folder.mkdir(parents=True, exist_ok=True)

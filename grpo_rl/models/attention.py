@@ -4,7 +4,7 @@ Every linear layer of the model runs on the flat axis `[1, S, D]`; only attentio
 sequences begin. A *block* is a whole sequence, or the prompt that several sequences share, or what one of these
 sequences has after the prompt: that block *continues* the prompt's, and attends to it and to itself.
 
-On GPUs in half precision a kernel of variable lengths takes the blocks as they lie: flash-attn's where it is installed, else the one
+On GPUs in half precision a kernel of variable lengths takes the blocks as they lie: flash-attn's if it is installed, else the one
 that comes with torch (`torch.nn.attention.varlen`, the same algorithm). Everywhere else, and for head sizes that these
 kernels do not have, it is SDPA over groups of blocks of similar length, right-padded: under a causal mask no real token ever
 sees the padding. All are exact.
@@ -102,7 +102,7 @@ def _padded_groups(
 
 
 def _rectangle(x: Tensor, index_BL: Tensor, *, in_order: bool = False) -> Tensor:
-    """Return [1, heads, S, head_dim] as [B, heads, L, head_dim]; `in_order` where the cells are all positions as they come."""
+    """Return [1, heads, S, head_dim] as [B, heads, L, head_dim]; `in_order` if the cells are all positions as they come."""
     flat = x[0] if in_order else x[0].index_select(1, index_BL.reshape(-1))
     return flat.unflatten(1, tuple(index_BL.shape)).transpose(0, 1)
 
@@ -214,8 +214,8 @@ def block_by_block(
     queries = query.split(packing.lengths_N.tolist(), dim=2)
     copies = (gathered(x[0].transpose(0, 1), keys).split(keys.lengths_B.tolist()) for x in (key, value))
     outputs = []
-    for q, *own in zip(queries, *copies, strict=True):
-        k, v = repeated_heads(q, *(x.transpose(0, 1)[None] for x in own))
+    for q, *block_keys_values in zip(queries, *copies, strict=True):
+        k, v = repeated_heads(q, *(x.transpose(0, 1)[None] for x in block_keys_values))
         # A block's queries are the last of its keys.
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
         out = F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
@@ -320,5 +320,5 @@ def register(*, left_out: bool = False) -> None:
     """
     from transformers import AttentionInterface
 
-    # The decorator loads torch's compiler: only where something is compiled.
+    # The decorator loads torch's compiler: only if something is compiled.
     AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(packed_attention) if left_out else packed_attention)

@@ -1,7 +1,7 @@
 """Models with experts: their routers' choices, how even these are, choices that are made again (router replay), and names in files.
 
 A router gives each token a distribution over the experts of its layer, takes the `top_k` likeliest, and weighs their
-outputs by their probabilities. Which experts are taken is a jump: where two are nearly equal, the last bits decide, so that
+outputs by their probabilities. Which experts are taken is a jump: if two are nearly equal, the last bits decide, so that
 the same token may go other ways in two passes. Replay (R2 of Zheng et al. 2025, "Stabilizing reinforcement learning with
 LLMs", section 4; "routing replay" of GSPO, Zheng et al. 2025, section 5.3) takes the experts of an earlier pass again;
 their weights are the router's present probabilities, through which it goes on learning.
@@ -33,9 +33,9 @@ class Routed:
     changed_L: Tensor
     """The number of states whose router prefers other experts than those that were given, without regard to their order."""
     probs: list[Tensor] = field(default_factory=list)
-    """The sum over the states of the router's probabilities [E], for each layer, with their gradient where one is asked for."""
+    """The sum over the states of the router's probabilities [E], for each layer, with their gradient if one is asked for."""
     chosen: list[Tensor] = field(default_factory=list)
-    """The experts [S, K] that each computed token took, for each layer, where they are asked for."""
+    """The experts [S, K] that each computed token took, for each layer, if they are asked for."""
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class Routing:
     def begin(self, read_T: Tensor, given_SLK: Tensor | None, *, balance: bool, choices: bool) -> None:
         """Watch the forward pass that follows.
 
-        `read_T` are the positions of the states that count. `given_SLK` are the experts that tokens take, where they are
+        `read_T` are the positions of the states that count. `given_SLK` are the experts that tokens take, if they are
         not `nothing_given`. `balance` keeps the gradient of `Routed.probs`, `choices` keeps `Routed.chosen`.
         """
         device = read_T.device
@@ -94,28 +94,28 @@ class Routing:
         self, layer: int, router: Any, inputs: Any, output: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Count a router's output, and return another in its place where the experts are given."""
-        now = self._pass
-        if now is None:
+        current_pass = self._pass
+        if current_pass is None:
             return None
         logits_SE, weights_SK, own_SK = output
-        reads_probs = now.balance or now.given_SLK is not None
+        reads_probs = current_pass.balance or current_pass.given_SLK is not None
         with torch.set_grad_enabled(reads_probs and torch.is_grad_enabled()):
             probs_SE = logits_SE.softmax(-1, dtype=torch.float32)
         chosen_SK = own_SK
-        if now.given_SLK is not None:
-            given_SK = now.given_SLK[:, layer].to(own_SK.device)
+        if current_pass.given_SLK is not None:
+            given_SK = current_pass.given_SLK[:, layer].to(own_SK.device)
             chosen_SK = torch.where(given_SK == nothing_given(given_SK.dtype), own_SK, given_SK.long())
             weights_SK = probs_SE.gather(1, chosen_SK)
             if router.norm_topk_prob:
                 weights_SK = weights_SK / weights_SK.sum(-1, keepdim=True)
             weights_SK = weights_SK.to(logits_SE.dtype)
         # The same operations with a gradient whether or not they are counted: a checkpoint compares them.
-        probs_E = probs_SE.index_select(0, now.read_T).sum(0) if now.balance else None
-        if now.routed is not None:
+        probs_E = probs_SE.index_select(0, current_pass.read_T).sum(0) if current_pass.balance else None
+        if current_pass.routed is not None:
             with torch.no_grad():
-                self._count(now, layer, probs_SE, own_SK, chosen_SK)
-            now.routed.probs += [] if probs_E is None else [probs_E]
-        return None if now.given_SLK is None else (logits_SE, weights_SK, chosen_SK)
+                self._count(current_pass, layer, probs_SE, own_SK, chosen_SK)
+            current_pass.routed.probs += [] if probs_E is None else [probs_E]
+        return None if current_pass.given_SLK is None else (logits_SE, weights_SK, chosen_SK)
 
     def _count(self, now: _Pass, layer: int, probs_SE: Tensor, own_SK: Tensor, chosen_SK: Tensor) -> None:
         routed = now.routed

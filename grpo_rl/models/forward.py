@@ -1,6 +1,6 @@
 """Log-probabilities, entropies and exact KLs of trained tokens, and the one LM head.
 
-The body of the model runs on a flat axis of all tokens. The LM head (`models/lm_head.py`) runs only where a token is trained.
+The body of the model runs on a flat axis of all tokens. The LM head (`models/lm_head.py`) runs only if a token is trained.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TokenOutputs:
     hidden_TD: Tensor | None = None
 
     def whole(self, own: Slice) -> TokenOutputs:
-        """Return the quantities of all trained tokens, where these are of a rank's own. A collective of its group."""
+        """Return the quantities of all trained tokens, if these are of a rank's own. A collective of its group."""
         columns = (getattr(self, field.name) for field in fields(self))
         return TokenOutputs(*(None if column is None else own.whole(column) for column in columns))  # type: ignore[arg-type]
 
@@ -65,13 +65,13 @@ class PackedModel(nn.Module):
         """
         if self.routing is not None:
             self.routing.begin(sequences.predict_T, sequences.experts_SLK, balance=balance, choices=choices)
-        own, positions_S = sequences.slice, sequences.packing.position_ids_S
+        rank_slice, positions_S = sequences.slice, sequences.packing.position_ids_S
         hidden_SD = self.lm.base_model(
             input_ids=sequences.token_ids_S[None],
-            position_ids=(positions_S if own is None else own.of(positions_S))[None],
+            position_ids=(positions_S if rank_slice is None else rank_slice.of(positions_S))[None],
             use_cache=False,
             packing=sequences.packing,
-            slice=own,
+            slice=rank_slice,
         ).last_hidden_state[0]
         if self.routing is not None:
             self.routing.end()
@@ -111,7 +111,7 @@ class PolicyModel(PackedModel):
     ) -> TokenOutputs:
         """Return the outputs for each trained token, at the model's sampling temperature.
 
-        Where the sequences say which tokens could be sampled, every distribution is the one over these: log-probs are
+        If the sequences say which tokens could be sampled, every distribution is the one over these: log-probs are
         logit - logsumexp of their logits, and entropy and KL are sums over them.
 
         `ref_hidden_TD` with `ref_head_VD` (and `ref_bias_V`, if that head has one) asks for the exact
@@ -120,10 +120,10 @@ class PolicyModel(PackedModel):
         `balance` and `choices` are those of `hidden_TD`.
         """
         sequences = self.sliced(sequences)
-        own, size = sequences.slice, self.chunk_tokens
+        rank_slice, size = sequences.slice, self.chunk_tokens
         hidden_TD = self.hidden_TD(sequences, balance=balance, choices=choices)
-        if own is not None:
-            ref_hidden_TD, top_ids_TK = own.own(ref_hidden_TD), own.own(top_ids_TK)
+        if rank_slice is not None:
+            ref_hidden_TD, top_ids_TK = rank_slice.own(ref_hidden_TD), rank_slice.own(top_ids_TK)
         own_head = self.lm.get_output_embeddings()
         head = Head.of(own_head.weight, own_head.bias, self.temperature, self.precision)
         ref_head = (
@@ -150,4 +150,4 @@ class PolicyModel(PackedModel):
             outputs = TokenOutputs(token_logprobs(head, hidden_TD, sequences.target_T, size, support))
         if want_hidden:
             outputs.hidden_TD = hidden_TD.float()
-        return outputs if own is None else outputs.whole(own)
+        return outputs if rank_slice is None else outputs.whole(rank_slice)

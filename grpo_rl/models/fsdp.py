@@ -44,13 +44,13 @@ def mesh_of(device_type: str, group_size: int, timeout_s: float) -> DeviceMesh:
     if world_size % group_size:
         raise ConfigError(f"sharding over groups of {group_size} ranks: the set has {world_size}, which is no multiple of it")
     ranks = torch.arange(world_size).view(-1, group_size)
-    own, timeout = dist.get_rank(), datetime.timedelta(seconds=timeout_s)
+    rank, timeout = dist.get_rank(), datetime.timedelta(seconds=timeout_s)
     # Groups of our own: those that a mesh makes wait as long as the library's default says.
     own_groups = []
     for rows in (ranks.T.tolist(), ranks.tolist()):
         # Every rank takes part in making every group, those included that it is not in.
         made = [dist.new_group(row, timeout) for row in rows]
-        own_groups.append(made[next(number for number, row in enumerate(rows) if own in row)])
+        own_groups.append(made[next(number for number, row in enumerate(rows) if rank in row)])
     return DeviceMesh.from_group(own_groups, device_type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
 
 
@@ -76,14 +76,14 @@ def shard(
     layer_precision = MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False)
     if compute_dtype == torch.float32:
         layer_precision = MixedPrecisionPolicy()
-    alone = mesh.size(mesh.ndim - 1) == 1
+    is_single_shard = mesh.size(mesh.ndim - 1) == 1
     # Only from pinned memory do copies to a GPU run beside its kernels.
     rests = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if in_host_memory else OffloadPolicy()
     layers: list[Any] = decoder_layers(policy.lm)
     for layer in layers:
         # One rank has nothing to gather again, so a layer's copy in the computing type stays between passes. Frozen weights that
         # rest in that type already are copied anew: the copies of all layers would be a second whole model.
-        reshard = rests_in_half(layer, compute_dtype) if alone else reshard_after_forward
+        reshard = rests_in_half(layer, compute_dtype) if is_single_shard else reshard_after_forward
         fully_shard(layer, mesh=mesh, mp_policy=layer_precision, reshard_after_forward=reshard, offload_policy=rests)
         if compute_dtype != torch.float32:
             layer.register_forward_pre_hook(functools.partial(_cast_inputs, compute_dtype), with_kwargs=True)
@@ -182,7 +182,7 @@ def named_full_tensors(
     needed beside the shards is that of the largest. With one rank they are the parameters themselves, not copies.
 
     A slice that lies in host memory comes to `device` by itself, and each is cast to `dtype` before it travels: half as
-    many bytes as float32 where the receiver wants bfloat16, and the same values as of a cast afterwards. Of a model with
+    many bytes as float32 if the receiver wants bfloat16, and the same values as of a cast afterwards. Of a model with
     adapters it is the merged one, in new tensors: the base weights stay what they are.
     """
     reshard(policy)
@@ -199,10 +199,10 @@ def named_full_tensors(
             if aliases:
                 yield name, tied
             continue
-        whole = _whole(tensor.detach(), device, dtype)
+        whole_tensor = _whole(tensor.detach(), device, dtype)
         if tensor is embedding:
-            tied = whole
-        yield name_in_files(name), whole
+            tied = whole_tensor
+        yield name_in_files(name), whole_tensor
 
 
 def whole_adapters(policy: PackedModel, device: torch.device) -> dict[str, Tensor]:
@@ -223,7 +223,7 @@ def save_model(
     """Write a Hugging Face folder with float32 weights, by the rank that `writes`. A collective.
 
     Files of at most `shard_bytes`, or one tensor, are written as their tensors are gathered: no more than one file and one
-    tensor is in host memory, except where transformers rearranges the weights of a family when it reads them.
+    tensor is in host memory, except if transformers rearranges the weights of a family when it reads them.
 
     An error of the disk is raised when all tensors have been gathered.
     """
@@ -243,7 +243,7 @@ def save_model(
 
 
 def _write_shards(named: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int) -> None:
-    """Write consecutive tensors into safetensors files, and where there are several the index that transformers reads."""
+    """Write consecutive tensors into safetensors files, and if there are several the index that transformers reads."""
     files: list[list[str]] = []
     shard: dict[str, Tensor] = {}
     size = total = 0
@@ -279,7 +279,7 @@ def _merged(weight: Any, layer: Any, device: torch.device | None) -> Any:
     """
     a_RI, b_OR = lora.factors(layer)
     whole_RI = _whole(a_RI.detach(), device, None)
-    rows, factor_rows = (local_of(one.detach()).to(device or one.device) for one in (weight, b_OR))
+    rows, factor_rows = (local_of(tensor.detach()).to(device or tensor.device) for tensor in (weight, b_OR))
     return _like(weight, torch.addmm(rows.float(), factor_rows, whole_RI, alpha=lora.scaling(layer)))
 
 
@@ -296,9 +296,9 @@ def _whole(tensor: Any, device: torch.device | None, dtype: torch.dtype | None) 
 
     A collective.
     """
-    wanted = (dtype or torch.float32) if tensor.is_floating_point() else tensor.dtype
+    target_dtype = (dtype or torch.float32) if tensor.is_floating_point() else tensor.dtype
     if not isinstance(tensor, DTensor):
-        return tensor.to(device=device or tensor.device, dtype=wanted)
+        return tensor.to(device=device or tensor.device, dtype=target_dtype)
     shard = tensor.to_local()
-    cast = shard.to(device=device or shard.device, dtype=wanted)
+    cast = shard.to(device=device or shard.device, dtype=target_dtype)
     return (tensor if cast is shard else _like(tensor, cast)).full_tensor()

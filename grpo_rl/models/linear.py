@@ -31,9 +31,9 @@ results are float32 in all three."""
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """Return `x @ weight_OI.T + bias_O` of [..., I], as torch's function of the name does."""
-    here = x.device.type == "cpu" and x.dtype == weight_OI.dtype == torch.float32
-    # Torch's compiler has products of its own: it does not take oneDNN's where the weight may change.
-    if here and x.numel() and _has_onednn() and not torch.compiler.is_compiling():
+    is_cpu_float32 = x.device.type == "cpu" and x.dtype == weight_OI.dtype == torch.float32
+    # Torch's compiler has products of its own: it does not take oneDNN's if the weight may change.
+    if is_cpu_float32 and x.numel() and _has_onednn() and not torch.compiler.is_compiling():
         out: Tensor = _OneDnnLinear.apply(x, weight_OI, bias_O)
         return out
     return F.linear(x, weight_OI, bias_O)
@@ -65,7 +65,7 @@ def use_fast_norms(model: nn.Module) -> None:
 
 
 class _OneNorm(nn.Module):
-    """The part of a norm's class that takes the place of its forward pass where it can."""
+    """The part of a norm's class that takes the place of its forward pass if it can."""
 
     weight: Tensor
     variance_epsilon: float
@@ -97,11 +97,11 @@ class _RmsNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         normed, scale, weight_D = ctx.saved_tensors
-        each = grad * normed
+        products = grad * normed
         # d/dx of x times scale(x): the part of the gradient along x itself is taken away.
-        along = (each @ weight_D).div_(normed.shape[-1]).unsqueeze_(-1)
+        along = (products @ weight_D).div_(normed.shape[-1]).unsqueeze_(-1)
         grad_x = (grad * weight_D).addcmul_(normed, along, value=-1).mul_(scale)
-        return grad_x, each.reshape(-1, each.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None, None
+        return grad_x, products.reshape(-1, products.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None, None
 
 
 class _OneDnnLinear(torch.autograd.Function):
@@ -205,12 +205,12 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor, precision: Precision
 @contextmanager
 def tf32() -> Iterator[None]:
     """Allow tensor cores to round float32 inputs, inside of this context."""
-    before = torch.backends.cuda.matmul.fp32_precision
+    previous_precision = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.fp32_precision = before
+        torch.backends.cuda.matmul.fp32_precision = previous_precision
 
 
 def _rounded_to_tf32(x: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ def load_config(
     # `name` and `owner/name` may be on a hub; anything else can only be a folder.
     if not is_folder and (not path or path[0] in "/.~" or path.count("/") > 1 or path.endswith("/")):
         raise ConfigError(f"{where}: there is no such folder")
-    # Said at once where the hub is switched off; its client tries for long.
+    # Said at once if the hub is switched off; its client tries for long.
     if not (is_folder or constants.HF_HUB_OFFLINE or try_to_load_from_cache(path, "config.json")) and (
         why := hub.why_unreachable()
     ):
@@ -142,7 +142,10 @@ def packed_model(
     # transformers makes up weights that are not there or do not fit; training would start from noise.
     missing = set(report["missing_keys"])
     made_up = [f"{name} is not there" for name in sorted(missing.difference(new))]
-    made_up += [f"{name} is {tuple(there)}, not {tuple(wanted)}" for name, there, wanted in sorted(report["mismatched_keys"])]
+    made_up += [
+        f"{name} is {tuple(stored_shape)}, not {tuple(expected_shape)}"
+        for name, stored_shape, expected_shape in sorted(report["mismatched_keys"])
+    ]
     if made_up:
         raise ConfigError(f"{where}: {len(made_up)} of its weights do not fit the model's config, e.g. {made_up[0]}")
     for name in missing.intersection(new):

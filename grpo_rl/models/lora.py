@@ -54,13 +54,15 @@ class Adapters:
     """A digest of the base model's weights, the same however many ranks hold them."""
 
     def check_fits(self, folder: Path, stored: dict[str, Any]) -> None:
-        """Raise CheckpointError where a checkpoint's adapters are not of this kind, or stand on another base model."""
-        own = json.loads(json.dumps(asdict(self)))
+        """Raise CheckpointError if a checkpoint's adapters are not of this kind, or stand on another base model."""
+        settings = json.loads(json.dumps(asdict(self)))
         words = {"rank": f"{_KEY}.lora_rank", "alpha": f"{_KEY}.lora_alpha"}
         wrong = [
-            f"{key}={stored.get(name)} and not {own[name]}" for name, key in words.items() if stored.get(name) != own[name]
+            f"{key}={stored.get(name)} and not {settings[name]}"
+            for name, key in words.items()
+            if stored.get(name) != settings[name]
         ]
-        if stored.get("targets") != own["targets"]:
+        if stored.get("targets") != settings["targets"]:
             wrong.append(f"adapters at {len(stored.get('targets', []))} layers and not the same {len(self.targets)}")
         if stored.get("base_digest") != self.base_digest:
             wrong.append(f"a base model with other weights ({stored.get('base')}, now {self.base})")
@@ -108,7 +110,7 @@ def add_adapters(lm: Any, model: ModelConfig) -> None:
 
 
 def refuse_quantized(settings: Any, model: ModelConfig) -> None:
-    """Raise ConfigError where a model's config has settings of quantized weights."""
+    """Raise ConfigError if a model's config has settings of quantized weights."""
     if settings is not None:
         raise ConfigError(
             f"{_KEY}.path={model.path}: its weights are quantized, and LoRA over such weights (QLoRA) is not here; "
@@ -138,13 +140,15 @@ def _check_layers(lm: Any, model: ModelConfig, where: str) -> None:
         ("target_modules", model.target_modules, list(adapted)),
         ("exclude_modules", model.exclude_modules, every),
     ):
-        unknown = [name for name in names if name != ALL_LINEAR and not any(f".{one}".endswith(f".{name}") for one in among)]
+        unknown = [
+            name for name in names if name != ALL_LINEAR and not any(f".{layer}".endswith(f".{name}") for layer in among)
+        ]
         if unknown:
             raise ConfigError(f"{_KEY}.{key}: {unknown[0]} is the end of no such layer's name in {type(lm).__name__}")
 
 
 def describe(lm: nn.Module, model: ModelConfig) -> Adapters:
-    """Return what the adapters of a model whose weights are there are. A collective, where the model is sharded."""
+    """Return what the adapters of a model whose weights are there are. A collective, if the model is sharded."""
     return Adapters(model.lora_rank, model.lora_alpha, tuple(adapted_layers(lm)), model.path, base_digest(lm))
 
 
@@ -156,10 +160,10 @@ def initialize(lm: nn.Module, seed: int) -> None:
     """
     for name, layer in adapted_layers(lm).items():
         a_RI, b_OR = factors(layer)
-        own = int.from_bytes(sha256(f"{seed}:{name}".encode()).digest()[:7], "big")
+        layer_seed = int.from_bytes(sha256(f"{seed}:{name}".encode()).digest()[:7], "big")
         whole_RI = torch.empty(tuple(a_RI.shape))
         bound = a_RI.shape[1] ** -0.5
-        whole_RI.uniform_(-bound, bound, generator=torch.Generator().manual_seed(own))
+        whole_RI.uniform_(-bound, bound, generator=torch.Generator().manual_seed(layer_seed))
         _fill(a_RI, whole_RI)
         local_of(b_OR).zero_()
 
@@ -209,7 +213,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def base_digest(lm: nn.Module) -> str:
-    """Return a digest of the frozen weights: of the sum of the bits of each tensor. A collective, where they are sharded.
+    """Return a digest of the frozen weights: of the sum of the bits of each tensor. A collective, if they are sharded.
 
     The bits are those of float32, whatever a tensor is kept in: bfloat16's numbers are among float32's. The sums of all ranks'
     shards add up to the whole tensor's; of replicas the first one counts, and the others have 0.
@@ -251,7 +255,7 @@ def save_adapter(folder: Path, lm: Any, adapters: Adapters, tensors: dict[str, T
 
 
 def _shortest(lm: Any, targets: tuple[str, ...]) -> list[str]:
-    """Return the last words of the layers' names where these mean the same layers, else the whole names."""
+    """Return the last words of the layers' names if these mean the same layers, else the whole names."""
     last = {name.rpartition(".")[2] for name in targets}
     meant = [name for name, _ in lm.named_modules() if name.rpartition(".")[2] in last]
     return sorted(last) if sorted(meant) == sorted(targets) else sorted(targets)
@@ -267,19 +271,19 @@ def load_adapter(lm: nn.Module, model: ModelConfig) -> None:
         tensors = load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{where}: its weights cannot be read: {error}") from error
-    wanted = {
+    parameters = {
         _PEFT_PREFIX + name.replace(".default.", "."): parameter
         for name, parameter in lm.named_parameters()
         if is_adapter(name)
     }
-    missing, extra = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
-    shapes = sorted(name for name in wanted.keys() & tensors.keys() if wanted[name].shape != tensors[name].shape)
+    missing, extra = sorted(parameters.keys() - tensors.keys()), sorted(tensors.keys() - parameters.keys())
+    shapes = sorted(name for name in parameters.keys() & tensors.keys() if parameters[name].shape != tensors[name].shape)
     if missing or extra or shapes:
         raise ConfigError(
             f"{where}: does not fit this model's adapters: missing {missing[:2]}, unknown {extra[:2]}, other shapes {shapes[:2]}; "
             f"{_KEY}.target_modules and exclude_modules have to name the same layers"
         )
-    for name, parameter in wanted.items():
+    for name, parameter in parameters.items():
         _fill(parameter, tensors[name].float())
 
 
@@ -296,9 +300,9 @@ def check_adapter_folder(model: ModelConfig) -> None:
     if not (folder / WEIGHTS).is_file():
         raise ConfigError(f"{where}: has no {WEIGHTS}")
     wrong = [
-        f"{_KEY}.{ours}={value}, and the adapter has {settings.get(theirs)}"
-        for ours, theirs, value in (("lora_rank", "r", model.lora_rank), ("lora_alpha", "lora_alpha", model.lora_alpha))
-        if settings.get(theirs) != value
+        f"{_KEY}.{key}={value}, and the adapter has {settings.get(peft_key)}"
+        for key, peft_key, value in (("lora_rank", "r", model.lora_rank), ("lora_alpha", "lora_alpha", model.lora_alpha))
+        if settings.get(peft_key) != value
     ]
     wrong += [
         f"{key}={settings[key]} is not here" for key, value in _PLAIN.items() if settings.get(key, value) not in (value, None)

@@ -98,13 +98,13 @@ def averaged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         pairs = [
             (local_of(parameter), local_of(state[AVERAGE])) for parameter, state in optimizer.state.items() if AVERAGE in state
         ]
-        own = [parameter.clone() for parameter, _ in pairs]
+        saved_values = [parameter.clone() for parameter, _ in pairs]
         for parameter, average in pairs:
             parameter.copy_(average)
         try:
             yield
         finally:
-            for (parameter, _), values in zip(pairs, own, strict=True):
+            for (parameter, _), values in zip(pairs, saved_values, strict=True):
                 parameter.copy_(values)
 
 

@@ -5,7 +5,7 @@ that block *continues* the prompt's, and attends to it and to itself.
 
 A prompt is computed once for all its responses. The state at a token depends on the tokens before it only, so the state at a
 prompt's token is the same in every response to that prompt, and its gradient is the sum of what the responses send back:
-computing it once changes neither. What comes after the last state that is read has no part in the result: where prompts are
+computing it once changes neither. What comes after the last state that is read has no part in the result: if prompts are
 shared it is left out.
 """
 
@@ -22,7 +22,7 @@ from grpo_rl.models.sequence_parallel import SequenceGroup, Slice
 
 # A sequence joins a padded group while this share of the group's length is its own.
 MIN_FILL = 0.8
-# Rollouts of a group share their prompt where that saves this part of their tokens: attention in two parts costs a little.
+# Rollouts of a group share their prompt if that saves this part of their tokens: attention in two parts costs a little.
 LEAST_SAVING = 0.04
 
 
@@ -44,11 +44,11 @@ class Sequences:
     support_ids_M: Tensor | None = None
     """The ids of those tokens, one trained token's after the other's."""
     experts_SLK: Tensor | None = None
-    """The experts that each computed token takes in each layer, where they are those of an earlier pass."""
+    """The experts that each computed token takes in each layer, if they are those of an earlier pass."""
     place_S: Tensor | None = None
     """The flat position at which each of the sequences' tokens is computed, -1 for one that is left out; on the CPU."""
     slice: Slice | None = None
-    """This rank's slice, where several ranks compute a pass; all but `packing` are this slice's then."""
+    """This rank's slice, if several ranks compute a pass; all but `packing` are this slice's then."""
 
     @staticmethod
     def of(
@@ -65,7 +65,7 @@ class Sequences:
         """Return the input for sequences of `lengths_N` tokens, of which those at the flat `positions_T` are trained.
 
         Those with the same `group_N` share the beginning that they have in common; None shares nothing. `experts_S` [S,
-        layers, top_k] are the experts of each of the sequences' tokens, where they are given.
+        layers, top_k] are the experts of each of the sequences' tokens, if they are given.
 
         This is the shift, the only place where it is made. A causal model's hidden state at position t has read the
         tokens up to t and predicts token t + 1. So the state that belongs to a trained token at position p is the one
@@ -104,10 +104,10 @@ class Sequences:
         The state that predicts a trained token lies at the token before it. Which rank that is on decides, so that a response
         may begin in one slice and go on in the next.
         """
-        own = Slice(group, len(self.token_ids_S))
+        rank_slice = Slice(group, len(self.token_ids_S))
         # The choice is made in host memory: it decides shapes.
         predict_T = self.predict_T.cpu()
-        own_T = ((predict_T >= own.begin) & (predict_T < own.begin + own.length)).nonzero()[:, 0]
+        own_T = ((predict_T >= rank_slice.begin) & (predict_T < rank_slice.begin + rank_slice.length)).nonzero()[:, 0]
         device = self.token_ids_S.device
         own_on_device_T = own_T.to(device)
         counts_T, ids_M = self.support_counts_T, self.support_ids_M
@@ -117,12 +117,12 @@ class Sequences:
             counts_T = counts_T[own_T]
         return replace(
             self,
-            token_ids_S=own.of(self.token_ids_S),
-            predict_T=(predict_T[own_T] - own.begin).to(device),
+            token_ids_S=rank_slice.of(self.token_ids_S),
+            predict_T=(predict_T[own_T] - rank_slice.begin).to(device),
             target_T=self.target_T[own_on_device_T] if len(self.target_T) else self.target_T,
             support_counts_T=counts_T,
             support_ids_M=ids_M,
-            slice=replace(own, own_T=own_on_device_T, num_trained=len(predict_T)),
+            slice=replace(rank_slice, own_T=own_on_device_T, num_trained=len(predict_T)),
         )
 
 
@@ -143,7 +143,7 @@ class Layout:
     """The place of each computed token among the sequences' tokens."""
     lengths_B: Tensor
     continues_B: Tensor | None
-    """The block that each one continues, -1 for none; None where no block continues one."""
+    """The block that each one continues, -1 for none; None if no block continues one."""
     states_T: Tensor
     """The flat position of each state that is read."""
     place_S: Tensor
@@ -181,10 +181,10 @@ def _families(
     for rows in members.values():
         if len(rows) < 2:
             continue
-        most = int(common_N[rows].min())
-        begins_RP = token_ids_S[starts_N[rows][:, None] + torch.arange(most)]
+        num_common = int(common_N[rows].min())
+        begins_RP = token_ids_S[starts_N[rows][:, None] + torch.arange(num_common)]
         differs_P = (begins_RP != begins_RP[0]).any(0).nonzero()
-        shared = int(differs_P[0]) if len(differs_P) else most
+        shared = int(differs_P[0]) if len(differs_P) else num_common
         if (len(rows) - 1) * shared >= LEAST_SAVING * int(needed_N[rows].sum()) and shared:
             families.append((rows, shared))
     return families
@@ -220,8 +220,8 @@ def _blocks(
 
     def place(within: Tensor, num_N: Tensor) -> Tensor:
         # What is in the shared part lies in the prompt's block, anything else that much further on in its own.
-        after = within - shared_N.repeat_interleave(num_N)
-        return torch.where(after < 0, _flat(at_B[prompt_N], within, num_N), _flat(at_B[own_N], after, num_N))
+        own_positions = within - shared_N.repeat_interleave(num_N)
+        return torch.where(own_positions < 0, _flat(at_B[prompt_N], within, num_N), _flat(at_B[own_N], own_positions, num_N))
 
     within_S = torch.arange(int(lengths_N.sum())) - starts_N.repeat_interleave(lengths_N)
     left_out_S = within_S >= needed_N.repeat_interleave(lengths_N)
@@ -283,11 +283,11 @@ class Packing:
     lengths_N: Tensor
     """The blocks' lengths, on the CPU."""
     uniform: bool
-    """True where all blocks are equally long: the rectangle is a plain view."""
+    """True if all blocks are equally long: the rectangle is a plain view."""
     families: tuple[tuple[slice, slice], ...] = ()
     """The places of the prompts that are continued on the flat axis, and of all that continues each, which follows it directly."""
     keys: GatheredKeys | None = None
-    """The keys of each block, where there are families and attention runs over copies of them: not on CPUs."""
+    """The keys of each block, if there are families and attention runs over copies of them: not on CPUs."""
 
     @staticmethod
     def of(lengths_N: Tensor, device: torch.device | str = "cpu", continues_N: Tensor | None = None) -> Packing:
@@ -308,7 +308,9 @@ class Packing:
         if continues_N is not None:
             begins_N, ends_N = starts_N.tolist(), (starts_N + lengths_N).tolist()
             last = {prompt: end for prompt, end in zip(continues_N.tolist(), ends_N, strict=True) if prompt >= 0}
-            families = tuple((slice(begins_N[one], ends_N[one]), slice(ends_N[one], end)) for one, end in last.items())
+            families = tuple(
+                (slice(begins_N[prompt], ends_N[prompt]), slice(ends_N[prompt], end)) for prompt, end in last.items()
+            )
         position_ids_S = torch.arange(total) - torch.repeat_interleave(starts_N - prefix_N, lengths_N)
         cumulative = torch.cat([starts_N, torch.tensor([total])]).to(torch.int32)
         return Packing(

@@ -37,7 +37,7 @@ class SequenceGroup:
 
     @staticmethod
     def join(size: int, timeout_s: float) -> SequenceGroup | None:
-        """Return this rank's group of `size` consecutive ranks; None where each rank is alone. All ranks of the set call it."""
+        """Return this rank's group of `size` consecutive ranks; None if each rank is alone. All ranks of the set call it."""
         if size == 1:
             return None
         world_size, rank = dist.get_world_size(), dist.get_rank()
@@ -87,7 +87,7 @@ class Slice:
     def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return [1, heads / size, all tokens, d] of this rank's heads, for each of some [1, heads, own tokens, d].
 
-        Where there are fewer heads than ranks, as of keys and values that several query heads share, they are repeated first.
+        If there are fewer heads than ranks, as of keys and values that several query heads share, they are repeated first.
         A collective, one message for all.
         """
         size, parts = self.ranks.size, [self._for_ranks(tensor) for tensor in tensors]

@@ -33,7 +33,7 @@ class WeightFiles:
 
     @staticmethod
     def find(path: str) -> WeightFiles | None:
-        """Return the files by the names of their tensors; None where the weights are in files of another kind."""
+        """Return the files by the names of their tensors; None if the weights are in files of another kind."""
         index = _file(path, _INDEX)
         if index is not None:
             names: dict[str, str] = json.loads(index.read_text())["weight_map"]
@@ -99,7 +99,7 @@ class WeightFiles:
         # Distributed tensors take a third of a controller's imports, and it only looks at the files' heads.
         from grpo_rl.models.shards import local_of, rows_of
 
-        wanted: dict[Path, list[tuple[str, Tensor, int]]] = {}
+        parts_by_file: dict[Path, list[tuple[str, Tensor, int]]] = {}
         for names, parameter in _named(lm.named_parameters(remove_duplicate=False)):
             if parameter.device.type == "meta":
                 continue  # a head that the model around `lm` has dropped
@@ -109,8 +109,8 @@ class WeightFiles:
             if not parts:
                 local.zero_()
             for part in parts:
-                wanted.setdefault(self._file_of[part[0]], []).append(part)
-        for path, entries in wanted.items():
+                parts_by_file.setdefault(self._file_of[part[0]], []).append(part)
+        for path, entries in parts_by_file.items():
             with safe_open(path, framework="pt") as opened:
                 for name, rows, first in entries:
                     rows.copy_(opened.get_slice(name)[first : first + len(rows)])
@@ -122,11 +122,11 @@ class WeightFiles:
         """
         for names, tensor in _named(lm.state_dict(keep_vars=True).items()):
             for stored, _, _ in self._parts(names, tensor):
-                whole = self._read(stored)
+                whole_tensor = self._read(stored)
                 if holds_experts(stored):
-                    yield from per_expert(stored, whole)
+                    yield from per_expert(stored, whole_tensor)
                 else:
-                    yield from ((name, whole) for name in (names if stored in names else [stored]))
+                    yield from ((name, whole_tensor) for name in (names if stored in names else [stored]))
 
     def _read(self, name: str) -> Tensor:
         with safe_open(self._file_of[name], framework="pt") as opened:
@@ -144,12 +144,14 @@ class WeightFiles:
 
     def _headers(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Return the shape and the type of every tensor."""
-        found: dict[str, tuple[tuple[int, ...], str]] = {}
+        headers: dict[str, tuple[tuple[int, ...], str]] = {}
         for path in set(self._file_of.values()):
             with safe_open(path, framework="pt") as opened:
                 slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-                found |= {name: (tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
-        return found
+                headers |= {
+                    name: (tuple(tensor_slice.get_shape()), tensor_slice.get_dtype()) for name, tensor_slice in slices.items()
+                }
+        return headers
 
 
 def _named(tensors: Iterable[tuple[str, Any]]) -> list[tuple[list[str], Any]]:
@@ -172,16 +174,16 @@ def is_rearranged(lm: Any) -> bool:
 
 
 def _file(path: str, name: str) -> Path | None:
-    """Return a file of a model's folder or, for a name on the hub, of its cache; None where there is none."""
+    """Return a file of a model's folder or, for a name on the hub, of its cache; None if there is none."""
     from transformers.utils.hub import cached_file
 
     if Path(path).is_dir():
         return Path(path) / name if (Path(path) / name).is_file() else None
-    found = cached_file(
+    cached_path = cached_file(
         path,
         name,
         _raise_exceptions_for_gated_repo=False,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    return None if found is None else Path(found)
+    return None if cached_path is None else Path(cached_path)

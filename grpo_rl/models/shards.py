@@ -24,7 +24,7 @@ def rows_of(tensor: Any) -> tuple[int, int]:
 
 
 def local_of(tensor: Any) -> Tensor:
-    """Return this rank's shard, or the tensor itself where it is whole."""
+    """Return this rank's shard, or the tensor itself if it is whole."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -403,8 +403,8 @@ def _training(plan: Plan, size: ModelSize, device: Device, tokens: float, length
     if plan.role("reference") or plan.base_reference:
         phases["reference"] = of(size, passes.reference)
     if (critic := size_of_role(plan, size, "critic")) is not None:
-        own, updates = plan.config.critic, sizes.critic_updates_per_step
-        recomputes, on_host = own.model.enable_gradient_checkpointing, own.fsdp.offload_policy
+        critic_config, updates = plan.config.critic, sizes.critic_updates_per_step
+        recomputes, on_host = critic_config.model.enable_gradient_checkpointing, critic_config.fsdp.offload_policy
         batches = max(1, round(updates / max(1, sizes.critic_epochs)))
         phases["critic's values"] = of(critic, passes.critic)
         phases["critic's update"] = learns(critic, passes.critic, updates, batches, checkpointing=recomputes, on_host=on_host)

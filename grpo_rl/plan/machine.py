@@ -1,4 +1,4 @@
-"""The machine of a run: this one, or one by its name, such as `8xH100-80GB`, where no GPU is at hand; and what no run may ask of it.
+"""The machine of a run: this one, or one by its name, such as `8xH100-80GB`, if no GPU is at hand; and what no run may ask of it.
 
 The figures of named machines are those of public data sheets, without sparsity; their source stands with each device. Rates in one
 direction.

@@ -56,10 +56,10 @@ def make_plan(composed: Composed, machine: Machine | None = None, *, looks_at_da
     machine = machine or machines.probe_machine(config)
     if problems := refusals(config, machine):
         raise ConfigError(problems)
-    given, config = config, settled(config)
+    plan_config, config = config, settled(config)
     rows = _look_at_data(config) if looks_at_data else None
-    given = effects.as_read(model_folder.with_shared_prompts(given, model_folder.policy_settings(config)), machine)
-    plan = decide(given, machine, num_train_rows=rows, resumes=_finds_checkpoint(config))
+    plan_config = effects.as_read(model_folder.with_shared_prompts(plan_config, model_folder.policy_settings(config)), machine)
+    plan = decide(plan_config, machine, num_train_rows=rows, resumes=_finds_checkpoint(config))
     if plan.passes.replays_routing and not plan.recomputes_old_logprobs:
         raise ConfigError(
             "actor_rollout_ref.actor.router_replay.mode=R2: there is no pass for old log-probs whose experts could be taken "
@@ -67,7 +67,7 @@ def make_plan(composed: Composed, machine: Machine | None = None, *, looks_at_da
         )
     size = model_folder.model_size(config.actor_rollout_ref.model.path)
     if size is not None and (changes := chosen_by_memory(plan, size)):
-        plan = decide(replaced(given, changes), machine, num_train_rows=rows, resumes=plan.resumes)
+        plan = decide(replaced(plan_config, changes), machine, num_train_rows=rows, resumes=plan.resumes)
     plan = replace(plan, model=size, memory=() if size is None else memory_by_role(plan, size))
     return replace(plan, text=describe(composed, plan))
 

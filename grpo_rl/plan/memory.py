@@ -245,7 +245,7 @@ def size_of_role(plan: Plan, size: ModelSize, name: RoleName) -> ModelSize | Non
     if name == "reward_model":
         return model_size(plan.config.reward.reward_model.model_path or "")
     if name == "teacher":
-        return max(_teacher_sizes(plan), key=lambda one: one.num_params, default=None)
+        return max(_teacher_sizes(plan), key=lambda teacher_size: teacher_size.num_params, default=None)
     return (plan.critic_model and model_size(plan.critic_model)) or size if name == "critic" else size
 
 

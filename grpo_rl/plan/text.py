@@ -542,7 +542,7 @@ def _memory(plan: Plan, judged: Fit | None) -> Rows:
     for need in plan.memory:
         yield need.role.replace("_", " "), f"{gib(need.num_bytes)}: {need.parts}"
     if phases := gpu_phases(plan, plan.model):
-        tight = max(phases, key=lambda one: one.least)
+        tight = max(phases, key=lambda phase: phase.least)
         yield "together", f"needs a GPU of {gib(tight.least)} or more, for the {tight.what} (estimated, not run)"
 
 

@@ -98,15 +98,15 @@ class Child:
         """Start the process and send it its `setup`. Raises TypeError or ValueError for a setup that is no plain data."""
         body = encode(setup)
         self.log = log
-        self._channel, theirs = socket.socketpair()
+        self._channel, child_socket = socket.socketpair()
         self._buffer = bytearray()
         self._killing = threading.Lock()
         # The same modules as here; an order of sets that is the same in every process, as rewards may depend on it.
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         variables = {"PYTHONHASHSEED": "0"} | os.environ | ONE_THREAD | {"PYTHONPATH": path} | dict(environment or {})
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115
-        fds = theirs.fileno(), self._stacks.fileno()
-        with theirs:
+        fds = child_socket.fileno(), self._stacks.fileno()
+        with child_socket:
             words = [str(fds[0]), "0" if outlives_thread else str(os.getpid()), str(fds[1])]
             self._process = start(module, words, pass_fds=fds, environment=variables)
         self._oom_kills = oom_kills()
@@ -136,7 +136,7 @@ class Child:
         return self.with_last_output(reason)
 
     def send(self, body: bytes, timeout_s: float) -> None:
-        """Send a message that `encode` has made. Raises OSError where the process is gone, TimeoutError where it takes nothing."""
+        """Send a message that `encode` has made. Raises OSError if the process is gone, TimeoutError if it takes nothing."""
         self._last_message = time.monotonic()
         deadline = self._last_message + timeout_s
         rest = memoryview(LENGTH.pack(len(body)) + body)
@@ -146,9 +146,9 @@ class Child:
                 rest = rest[self._channel.send(rest[: 2**20]) :]
 
     def receive(self, timeout_s: float | None = None) -> Any:
-        """Return the next message; what has arrived of it is kept for the next call where the time is over before.
+        """Return the next message; what has arrived of it is kept for the next call if the time is over before.
 
-        Raises TimeoutError then, EOFError or another OSError where the process is gone, and ValueError where it has written
+        Raises TimeoutError then, EOFError or another OSError if the process is gone, and ValueError if it has written
         something else.
         """
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
@@ -174,14 +174,14 @@ class Child:
 
         The interpreter's C part writes them when a signal comes (`faulthandler`), whatever holds the process.
         """
-        before = os.fstat(self._stacks.fileno()).st_size
+        initial_size = os.fstat(self._stacks.fileno()).st_size
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR2)
         deadline, size = time.monotonic() + STACK_S, -1
-        while time.monotonic() < deadline and size != (now := os.fstat(self._stacks.fileno()).st_size):
-            size = now if now > before else -1
+        while time.monotonic() < deadline and size != (current_size := os.fstat(self._stacks.fileno()).st_size):
+            size = current_size if current_size > initial_size else -1
             time.sleep(0.02)
-        text = os.pread(self._stacks.fileno(), 2**16, before).decode(errors="replace")
+        text = os.pread(self._stacks.fileno(), 2**16, initial_size).decode(errors="replace")
         return [line.strip() for line in text.splitlines() if line.strip()][:MOST_STACK_LINES]
 
     @property
@@ -206,7 +206,7 @@ class Child:
         return self._exit_code() is None
 
     def how_it_ended(self, error: Exception) -> str:
-        """Return how the process has ended, or, where it has not, what it did instead of answering."""
+        """Return how the process has ended, or, if it has not, what it did instead of answering."""
         if isinstance(error, ValueError):
             return str(error)
         deadline = time.monotonic() + LAST_MOMENT_S
@@ -224,8 +224,8 @@ class Child:
 
     def with_last_output(self, reason: str) -> str:
         """Return the reason with the last that the process printed."""
-        said = self.log.last
-        return f"{reason}; its last output: {said}" if said else reason
+        last_output = self.log.last
+        return f"{reason}; its last output: {last_output}" if last_output else reason
 
     def _exit_code(self) -> int | None:
         """Return the exit code as Popen does, without reaping: as long as its pid is taken, its group can be killed."""
@@ -240,12 +240,12 @@ class Child:
     def _wait_for(self, event: int, deadline: float) -> None:
         poller = select.poll()
         poller.register(self._channel, event)
-        left = deadline - time.monotonic()
-        if not poller.poll(None if left == math.inf else max(0, math.ceil(1000 * left))):
+        seconds_left = deadline - time.monotonic()
+        if not poller.poll(None if seconds_left == math.inf else max(0, math.ceil(1000 * seconds_left))):
             raise TimeoutError("it does not answer")
 
     def _size_of_message(self) -> int | None:
-        """Return the bytes of the first message with its length, None where it has not arrived as a whole."""
+        """Return the bytes of the first message with its length, None if it has not arrived as a whole."""
         if len(self._buffer) < LENGTH.size:
             return None
         size = LENGTH.unpack(self._buffer[: LENGTH.size])[0]
@@ -368,7 +368,7 @@ def serve(arguments: Sequence[str], begin: Callable[[Any, Parent], Callable[[Any
     """Serve until the parent is gone; never returns.
 
     `begin` gets the setup, in which `memory_limit` may bound the address space in bytes, and returns what is called with each
-    message. Where it raises, the parent is told why, and the process ends.
+    message. If it raises, the parent is told why, and the process ends.
     """
     descriptor, parent_pid, stacks = map(int, arguments)
     remember_environment()

@@ -2,7 +2,7 @@
 them.
 
 A Ctrl-C, a closed terminal, `timeout` and a batch system signal every process of a job. Only the controller may answer:
-where a worker, a reward process or a part of Ray ended on its own, the controller would have nothing left to save. So
+if a worker, a reward process or a part of Ray ended on its own, the controller would have nothing left to save. So
 these processes run in sessions of their own, with the signals blocked. When the controller dies, SIGKILL ends them.
 """
 
@@ -31,11 +31,11 @@ def shielded() -> Iterator[None]:
     A mask is inherited through fork and exec, so that there is no moment in which a new process could be hit. What
     reaches this process meanwhile waits for the end of the block, or goes to another thread.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
 def oom_kills() -> int:
@@ -115,7 +115,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def started(pid: int) -> int | None:
-    """Return when the process with this id was started, in ticks since the machine's own start; None where there is
+    """Return when the process with this id was started, in ticks since the machine's own start; None if there is
     none.
 
     An id may be given to another process once its own has ended: id and start together name one process.
@@ -150,36 +150,36 @@ def waits_for_cpu(pid: int) -> dict[str, float]:
 
 
 def _family(pid: int) -> set[int]:
-    """The process if it is there, its descendants, and the members of its group where that is or was its own."""
+    """The process if it is there, its descendants, and the members of its group if that is or was its own."""
     relations = _relations()
-    own = relations.get(pid)
-    found = set() if own is None else {pid, *_below(pid, relations)}
-    if own is None or own[1] == pid:
-        found |= {other for other, (_, group) in relations.items() if group == pid}
-    return found
+    relation = relations.get(pid)
+    members = set() if relation is None else {pid, *_below(pid, relations)}
+    if relation is None or relation[1] == pid:
+        members |= {other for other, (_, group) in relations.items() if group == pid}
+    return members
 
 
 def _below(pid: int, relations: dict[int, tuple[int, int]]) -> list[int]:
     children: dict[int, list[int]] = {}
     for other, (parent, _) in relations.items():
         children.setdefault(parent, []).append(other)
-    found, waiting = [], [pid]
+    descendant_ids, waiting = [], [pid]
     while waiting:
         below = children.get(waiting.pop(), [])
-        found += below
+        descendant_ids += below
         waiting += below
-    return found
+    return descendant_ids
 
 
 def _relations() -> dict[int, tuple[int, int]]:
     """Parent and group of every process, those left out that have ended and were not waited for."""
-    found = {}
+    relations = {}
     for entry in os.scandir("/proc"):
         if entry.name.isdecimal():
             fields = _fields(Path(entry.path))
             if fields and fields[0] not in "ZX":
-                found[int(entry.name)] = int(fields[1]), int(fields[2])
-    return found
+                relations[int(entry.name)] = int(fields[1]), int(fields[2])
+    return relations
 
 
 def _fields(folder: Path) -> list[str]:

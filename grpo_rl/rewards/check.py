@@ -250,11 +250,11 @@ def _solve(terms: list[tuple[Fraction, str]], target: Fraction) -> str | None:
         return terms[0][1] if terms[0][0] == target else None
     for first, second in itertools.permutations(range(len(terms)), 2):
         rest = [term for place, term in enumerate(terms) if place not in (first, second)]
-        (a, left), (b, right) = terms[first], terms[second]
+        (a, a_text), (b, b_text) = terms[first], terms[second]
         values = [("+", a + b), ("*", a * b)] if first < second else []
         values += [("-", a - b), *([("/", a / b)] if b else [])]
         for sign, value in values:
-            expression = _solve([*rest, (value, f"({left} {sign} {right})")], target)
+            expression = _solve([*rest, (value, f"({a_text} {sign} {b_text})")], target)
             if expression is not None:
                 return expression
     return None

@@ -79,8 +79,8 @@ class RewardFunction:
         all_parts = [_part_name(name, all_names) for name in all_names]
         problems += [
             f"reward.{setting}: {name!r} is not in the reward's sum; it has {', '.join(all_parts)}"
-            for setting, given in (("batched", config.batched), ("function_kwargs", config.function_kwargs))
-            for name in given
+            for setting, function_names in (("batched", config.batched), ("function_kwargs", config.function_kwargs))
+            for name in function_names
             if name not in (*all_names, *all_parts) and not problems
         ]
         for factor, name in parsed:

@@ -39,7 +39,7 @@ class AdapterMerge:
         self._files = files
         self._adapters: dict[str, Tensor] = {}
         self.digests: dict[str, str] = {}
-        """The digest of every tensor that arrived, where they are verified."""
+        """The digest of every tensor that arrived, if they are verified."""
 
     def receive(self, bucket: WeightBucket) -> None:
         """Keep the adapters of a bucket."""

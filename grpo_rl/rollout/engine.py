@@ -50,7 +50,7 @@ class EngineSpec:
     kv_cache_memory_bytes: int | None = None
     """GPU: the size of the key-value cache on each device; None: what gpu_memory_utilization leaves."""
     kv_cache_gib: float = 1.0
-    """CPU: most memory for keys and values; an engine takes less where max_num_seqs full-length rollouts need less."""
+    """CPU: most memory for keys and values; an engine takes less if max_num_seqs full-length rollouts need less."""
     enable_prefix_caching: bool = True
     sleep_mode: bool = False
     """GPU: the engine can give its memory back (sleep, wake_up)."""
@@ -129,8 +129,8 @@ def sends_adapters(cfg: Config) -> bool:
 def weight_backend(cfg: Config, device: Device) -> WeightBackend:
     """Return how weights travel under this configuration."""
     rollout = cfg.actor_rollout_ref.rollout
-    wanted = rollout.checkpoint_engine.backend
-    if wanted == "object_store" or device == "cpu" or rollout.name == "hf" or sends_adapters(cfg):
+    backend = rollout.checkpoint_engine.backend
+    if backend == "object_store" or device == "cpu" or rollout.name == "hf" or sends_adapters(cfg):
         return "object_store"
     return "ipc" if rollout.nnodes == 0 else "nccl"
 

@@ -63,14 +63,14 @@ def own_folder(pid: int) -> Path | None:
 @contextmanager
 def temporary_files() -> Iterator[None]:
     """Set where this process's temporary files are made: in the folder that the run removes at its end."""
-    folder, before = own_folder(os.getpid()), tempfile.tempdir
+    folder, previous_folder = own_folder(os.getpid()), tempfile.tempdir
     if folder is not None:
         folder.mkdir(exist_ok=True)
         tempfile.tempdir = str(folder)
     try:
         yield
     finally:
-        tempfile.tempdir = before
+        tempfile.tempdir = previous_folder
 
 
 def set_missing(environment: dict[str, str]) -> None:

@@ -44,11 +44,11 @@ def stop_token_ids(spec: EngineSpec) -> tuple[int, ...]:
     """Return the tokens that end a response: those of generation_config.json and the tokenizer's end of sequence."""
     has_generation = has_file(spec.model_path, "generation_config.json")
     sources: list[Any] = [GenerationConfig.from_pretrained(spec.model_path)] if has_generation else []
-    found: set[int] = set()
+    stop_ids: set[int] = set()
     for source in (*sources, load_config(spec), _tokenizer(spec)):
         ids = getattr(source, "eos_token_id", None)
-        found.update(map(int, ids if isinstance(ids, list | tuple) else () if ids is None else (ids,)))
-    return tuple(sorted(found))
+        stop_ids.update(map(int, ids if isinstance(ids, list | tuple) else () if ids is None else (ids,)))
+    return tuple(sorted(stop_ids))
 
 
 def response_decoder(spec: EngineSpec) -> Callable[[np.ndarray], str]:
@@ -85,12 +85,12 @@ def kv_bytes_per_token(config: PretrainedConfig, dtype: str) -> int:
 
 def has_file(model: str, name: str) -> bool:
     """Return whether the model, a folder or a hub name, comes with this file."""
-    found = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
-    return found is not None
+    cached_path = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
+    return cached_path is not None
 
 
 def _tokenizer(spec: EngineSpec) -> Any:
-    """The model's tokenizer; None where it comes without one."""
+    """The model's tokenizer; None if it comes without one."""
     source = spec.tokenizer_path or spec.model_path
     # Asked first, because transformers makes an empty tokenizer of a folder that has none, with 0 as its end.
     if spec.tokenizer_path is None and not has_file(source, "tokenizer_config.json"):

@@ -22,11 +22,11 @@ class Report:
     text_bytes: int = 0
     """The length of the text in the block."""
     finite: bool = True
-    """True where every log-prob is a finite number."""
+    """True if every log-prob is a finite number."""
     support_size: int | None = None
-    """The number of ids in the completion's support, None where it has none."""
+    """The number of ids in the completion's support, None if it has none."""
     cached_tokens: int | None = None
-    """Tokens of the prompt that the engine did not have to compute; None where it does not report that."""
+    """Tokens of the prompt that the engine did not have to compute; None if it does not report that."""
 
 
 def pack(completions: Sequence[Completion]) -> tuple[list[Report], Block]:
@@ -34,27 +34,29 @@ def pack(completions: Sequence[Completion]) -> tuple[list[Report], Block]:
 
     Raises ValueError for a completion whose tokens and log-probs differ in number.
     """
-    for one in completions:
-        if len(one.logprobs) != len(one.response_ids):
-            raise ValueError(f"completion {one.request_id} has {one.num_tokens} tokens and {len(one.logprobs)} log-probs")
-    texts = [encode_text(str(one.text)) for one in completions]
+    for completion in completions:
+        if len(completion.logprobs) != len(completion.response_ids):
+            raise ValueError(
+                f"completion {completion.request_id} has {completion.num_tokens} tokens and {len(completion.logprobs)} log-probs"
+            )
+    texts = [encode_text(str(completion.text)) for completion in completions]
     reports = [
         Report(
-            one.request_id,
-            one.num_tokens,
-            one.finish_reason,
-            one.versions,
+            completion.request_id,
+            completion.num_tokens,
+            completion.finish_reason,
+            completion.versions,
             len(text),
-            bool(np.isfinite(one.logprobs).all()),
-            None if one.support is None else len(one.support.token_ids),
-            one.cached_tokens,
+            bool(np.isfinite(completion.logprobs).all()),
+            None if completion.support is None else len(completion.support.token_ids),
+            completion.cached_tokens,
         )
-        for one, text in zip(completions, texts, strict=True)
+        for completion, text in zip(completions, texts, strict=True)
     ]
-    supports = [one.support for one in completions if one.support is not None]
+    supports = [completion.support for completion in completions if completion.support is not None]
     return reports, {
-        "token_ids": joined([np.asarray(one.response_ids) for one in completions], np.int32),
-        "logprobs": joined([np.asarray(one.logprobs) for one in completions], np.float32),
+        "token_ids": joined([np.asarray(completion.response_ids) for completion in completions], np.int32),
+        "logprobs": joined([np.asarray(completion.logprobs) for completion in completions], np.float32),
         "support_counts": joined([np.asarray(support.counts) for support in supports], np.int32),
         "support_ids": joined([np.asarray(support.token_ids) for support in supports], np.int32),
         "text": np.frombuffer(b"".join(texts), dtype=np.uint8),
@@ -85,5 +87,5 @@ def unpack(reports: Sequence[Report], block: Block | RemoteBlock) -> Iterator[Co
 
 
 def joined(arrays: Sequence[np.ndarray], dtype: type[np.int32] | type[np.float32]) -> np.ndarray:
-    """Return the arrays back to back in one, also where there are none."""
+    """Return the arrays back to back in one, also if there are none."""
     return np.concatenate(arrays, dtype=dtype) if arrays else np.empty(0, dtype=dtype)

@@ -68,7 +68,7 @@ class WholeBatches:
             self.forget(ids)
             raise
         self.rest()
-        return [finished[one] for one in ids]
+        return [finished[request_id] for request_id in ids]
 
 
 class RequestPool(WholeBatches):

@@ -42,7 +42,7 @@ class WeightSender:
     """The engines' type, to which floating tensors are cast; None: they are sent as they are."""
     verify: bool = False
     is_source: bool = True
-    """True on the rank that provides the bytes where one is enough; the others keep step, because gathering a full tensor is a
+    """True on the rank that provides the bytes if one is enough; the others keep step, because gathering a full tensor is a
     collective operation."""
     timeout_s: float = 600.0
     """Longest wait for the engines to receive a broadcast."""

@@ -55,7 +55,7 @@ class WeightBucket:
         return sum(self.sizes)
 
     def tensors(self) -> Iterator[NamedTensor]:
-        """Yield name and tensor of each entry: views of `data`, read only where `data` is."""
+        """Yield name and tensor of each entry: views of `data`, read only if `data` is."""
         if self.data is None:
             raise WeightTransferError(f"the bytes of the bucket with {self.names[0]!r} are not in host memory")
         with warnings.catch_warnings():
@@ -171,8 +171,8 @@ def check_digests(sent: Mapping[str, str], received: Mapping[str, str], receiver
 
 def first_names(names: Sequence[str], most: int = 5) -> str:
     """Return the first few names for a message, and how many more there are."""
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+    listed_names = ", ".join(names[:most])
+    return listed_names if len(names) <= most else f"{listed_names} and {len(names) - most} more"
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -246,9 +246,9 @@ class WeightUpdate:
         unknown = [name for name in bucket.names if name not in self._expected]
         if unknown:
             raise WeightTransferError(f"the model has no tensors named {first_names(unknown)}")
-        again = [name for name in bucket.names if name in self._arrived]
-        if again:
-            raise WeightTransferError(f"tensors arrived twice in one update: {first_names(again)}")
+        repeated_names = [name for name in bucket.names if name in self._arrived]
+        if repeated_names:
+            raise WeightTransferError(f"tensors arrived twice in one update: {first_names(repeated_names)}")
         for name, shape in zip(bucket.names, bucket.shapes, strict=True):
             if shape != self._expected[name]:
                 raise WeightTransferError(f"{name} arrived with shape {shape}; the model has {self._expected[name]}")

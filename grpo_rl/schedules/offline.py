@@ -9,7 +9,7 @@ from grpo_rl.trainer.session import Session
 def train(s: Session) -> None:
     """Take one optimizer step on each batch of rows, epoch after epoch, with whatever loss: the rows say what a batch is.
 
-    Validation measures the loss on other rows; where there are prompts to answer, engines and rewards run for these too.
+    Validation measures the loss on other rows; if there are prompts to answer, engines and rewards run for these too.
     """
     for step in s.steps():
         batch = s.logprobs(s.next_rows())

@@ -69,7 +69,7 @@ def summarize(folder: Path, points: Sequence[Point]) -> str:
     columns = list(dict.fromkeys(name for result in results for name in result.values))
     file = folder / "sweep.txt"
     text = f"{_table(results, columns)}\n\nWritten: {file}"
-    begun = [shlex.quote(str(folder / one.point.name)) for one in results if one.values]
+    begun = [shlex.quote(str(folder / result.point.name)) for result in results if result.values]
     text += f"\nTheir curves over each other: grpo-rl page {' '.join(begun)}\n" if begun else "\n"
     file.write_text(text, encoding="utf-8", errors="backslashreplace")
     return text

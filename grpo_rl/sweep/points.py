@@ -247,7 +247,7 @@ def _steps(composed: Composed) -> int:
 def _of_each(names: Sequence[str], num_runs: int, make: Callable[[str], T]) -> dict[str, T]:
     """Return what is made of each of the runs, by its name.
 
-    Raises ConfigError, or DataError where only data are wrong, with the problems of all; each names the runs that it is in, unless
+    Raises ConfigError, or DataError if only data are wrong, with the problems of all; each names the runs that it is in, unless
     these are all.
     """
     made: dict[str, T] = {}
@@ -317,7 +317,7 @@ def sweep_of(command: Command) -> Sweep:
     if draws:
         composed = {}
         trial = compose([*options, *first, *places])
-    folders = {str(Path(one.config.trainer.default_local_dir).expanduser()) for one in composed.values() or [trial]}
+    folders = {str(Path(run.config.trainer.default_local_dir).expanduser()) for run in composed.values() or [trial]}
     if len(folders) > 1:
         raise ConfigError(f"--multirun: the runs of a sweep lie in one folder, not in {' and '.join(sorted(folders))}")
     if "hydra/sweeper=halving" in hydras and len({point.setting for point in points}) < 2:

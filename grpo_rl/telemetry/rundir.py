@@ -138,7 +138,7 @@ class RunDir:
             return []
         old, new = flat(previous), flat(yaml.safe_load(resolved_yaml))
         texts = {key: [show(values[key]) if key in values else "not set" for values in (old, new)] for key in {**old, **new}}
-        return [f"{key}: {was} -> {current}" for key, (was, current) in texts.items() if was != current]
+        return [f"{key}: {old_value} -> {current}" for key, (old_value, current) in texts.items() if old_value != current]
 
     def start_fresh(self, keep: Sequence[Path] = ()) -> Path | None:
         """Move what an earlier run of this name left into `earlier/N`, and return that folder; None if there was nothing."""

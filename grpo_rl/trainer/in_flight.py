@@ -1,4 +1,4 @@
-"""The groups of a session that are sampled ahead: asked for, taken in, judged where groups are refilled, and handed over as batches.
+"""The groups of a session that are sampled ahead: asked for, taken in, judged if groups are refilled, and handed over as batches.
 
 With `algorithm.filter_groups` and refilling, groups are scored as they end, in another thread, one lot of them at a time, and a
 group without a signal gives its place to a further prompt. Which groups are trained follows from the order in which they were

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from grpo_rl.telemetry.terminal.console import Console
 
 VALIDATION = -1
-"""The number that stands for a step's where sampling is seeded for validation."""
+"""The number that stands for a step's if sampling is seeded for validation."""
 
 
 @dataclasses.dataclass(slots=True)

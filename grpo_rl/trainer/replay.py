@@ -149,10 +149,10 @@ class PairReplay(Replay):
         The number is rounded up as often as brings about the share over all batches. It and the choice follow from seed and step.
         """
         earlier, rng = [pair.rollouts for pair in self.kept if pair.since < iteration], np.random.default_rng([self.seed, step])
-        wanted = min(int(num_new * self.share / (1.0 - self.share) + rng.random()), len(earlier))
+        num_drawn = min(int(num_new * self.share / (1.0 - self.share) + rng.random()), len(earlier))
         return (
-            [earlier[index] for index in sorted(rng.choice(len(earlier), size=wanted, replace=False).tolist())]
-            if wanted
+            [earlier[index] for index in sorted(rng.choice(len(earlier), size=num_drawn, replace=False).tolist())]
+            if num_drawn
             else []
         )
 

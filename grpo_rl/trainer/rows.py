@@ -94,8 +94,8 @@ def measure(
         objective, entropy_coeff=0.0, adaptive_entropy=False, kl_loss_type=None, kl_options=(), distillation=None
     )
     parts = [list(range(start, min(start + batch_size, len(data)))) for start in range(0, len(data), batch_size)]
-    each = [(answers_of(data.batch(rows)) if objective.needs_kl else data.batch(rows)).counts() for rows in parts]
-    counts = Counts(*(sum(column) for column in zip(*(dataclasses.astuple(part) for part in each), strict=True)))
+    part_counts = [(answers_of(data.batch(rows)) if objective.needs_kl else data.batch(rows)).counts() for rows in parts]
+    counts = Counts(*(sum(column) for column in zip(*(dataclasses.astuple(part) for part in part_counts), strict=True)))
     totals: dict[str, float] = defaultdict(float)
     for rows in parts:
         batch = data.batch(rows)
@@ -153,8 +153,8 @@ def scored_rows(model: TrainedRewardModel, data: TrainingSet[Any], batch_size: i
 def quality(scored: Mapping[str, Tensor], settings: RewardModelTrainConfig) -> Metrics:
     """Return the metrics `val/...` of these scores.
 
-    A pair is right where the chosen response has the larger score, `auc` compares every chosen response with every rejected
-    one, and the probability whose calibration is measured is sigmoid(|r_w - r_l|). A step is good where its label is above one half, its
+    A pair is right if the chosen response has the larger score, `auc` compares every chosen response with every rejected
+    one, and the probability whose calibration is measured is sigmoid(|r_w - r_l|). A step is good if its label is above one half, its
     probability is sigmoid(s), and neutral steps (label 0.5) count in the loss only.
     """
     if "scores_K" in scored:
@@ -193,7 +193,7 @@ class ReferenceRows:
 
     def __init__(self, rows: TrainingRows, actor: Actor, batch_size: int, console: Console) -> None:
         """Compute them with the actor, which must not have been trained yet. Raises DivergedError for log-probs that are not finite."""
-        sets = {part: found for part, found in (("train", rows.train), ("val", rows.val)) if found is not None}
+        sets = {part: row_set for part, row_set in (("train", rows.train), ("val", rows.val)) if row_set is not None}
         total = sum(map(len, sets.values()))
         with console.progress("computing the reference's log-probs of all rows, once", total=total) as bar:
             self._columns = {part: _computed(part, data, actor, batch_size, bar.advance) for part, data in sets.items()}

@@ -25,7 +25,7 @@ from grpo_rl.trainer.session import Schedule, Session
 from grpo_rl.types import Metrics
 
 NOT_LOADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
-"""The exceptions of a state of another form, where it is read."""
+"""The exceptions of a state of another form, if it is read."""
 RECENT_STEPS = 20
 """The number of steps from which the time left is estimated."""
 
@@ -324,8 +324,8 @@ class RunLoop:
                 part = f"what {type(role).__name__} saved"
                 role.load(checkpoint.folder)
         except NOT_LOADABLE as error:
-            said = f"it has no field {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
-            raise CheckpointError(f"{checkpoint.folder}: {part} cannot be used: {said}") from error
+            reason = f"it has no field {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"{checkpoint.folder}: {part} cannot be used: {reason}") from error
         self.output.sinks.truncate_after(self.step)
         logged = read_metrics(self.output.run_dir.metrics_file)
         self.alarms.resume(logged)

@@ -62,7 +62,7 @@ class Saving:
             self._begin(step, state, self.store)
 
     def begin_own(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
-        """Save for this run's own recovery, where that is due. A failure costs nothing but the steps that a recovery repeats."""
+        """Save for this run's own recovery, if that is due. A failure costs nothing but the steps that a recovery repeats."""
         began = time.monotonic()
         if self.own is None or began < self._next_own:
             return
@@ -70,8 +70,8 @@ class Saving:
         if self.own is not None:  # the one before may just have failed
             with self._tolerant(self.own):
                 self._begin(step, state(), self.own)
-        now = time.monotonic()
-        self._next_own = now + max(OWN_EVERY_S, (now - began) / OWN_SHARE)
+        current_time = time.monotonic()
+        self._next_own = current_time + max(OWN_EVERY_S, (current_time - began) / OWN_SHARE)
 
     def poll(self) -> None:
         """Commit the save that is going on if all of it is written, without waiting. Raises as `begin`."""
@@ -86,7 +86,7 @@ class Saving:
                 self._finish(self.trainer.step_timeout_s)
 
     def settle(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
-        """Commit this step, the last of a run, before this returns. Raises CheckpointError where that fails.
+        """Commit this step, the last of a run, before this returns. Raises CheckpointError if that fails.
 
         A save that failed is made up for here: there is no later save point.
         """
@@ -104,7 +104,7 @@ class Saving:
             self.output.console.warn(str(error))
 
     def metrics(self) -> Metrics:
-        """Return the number of saves that have failed, where there are any."""
+        """Return the number of saves that have failed, if there are any."""
         return {"trainer/failed_saves": float(self.num_failed)} if self.num_failed else {}
 
     # ---- parts ---------------------------------------------------------------------------------------------

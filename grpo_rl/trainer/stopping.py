@@ -32,7 +32,7 @@ INTERRUPTED_CODE, PREEMPTED_CODE = 130, 75
 class Stop:
     """A request to stop from outside, and the time left to follow it.
 
-    The first signal starts the grace period. A step that will end in time is finished; a longer one is left where
+    The first signal starts the grace period. A step that will end in time is finished; a longer one is left if
     that is possible, by raising Preempted in the main thread. When the grace period is over the process ends,
     whatever it is doing: what was committed is safe. A second SIGINT ends it at once.
 
@@ -117,13 +117,13 @@ class Stop:
     # ---- what a signal does ----------------------------------------------------------------------------------
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        name, now = signal.Signals(number).name, time.monotonic()
+        name, current_time = signal.Signals(number).name, time.monotonic()
         if number == signal.SIGINT:
-            self._interrupted_at = min(self._interrupted_at, now)
+            self._interrupted_at = min(self._interrupted_at, current_time)
         if self.signal is None:
-            self.signal, self._deadline = name, now + self.grace_s
+            self.signal, self._deadline = name, current_time + self.grace_s
             self._came.put(name)
-        elif number == signal.SIGINT and now > self._interrupted_at + ONE_PRESS_S:
+        elif number == signal.SIGINT and current_time > self._interrupted_at + ONE_PRESS_S:
             self.give_back_terminal()
             write_now("\ninterrupted again: ended at once\n")
             os._exit(INTERRUPTED_CODE)
@@ -153,8 +153,8 @@ class Stop:
         if not name:  # the run has ended
             return
         # In a thread of its own: a terminal that is held up (Ctrl-S) must not hold up the deadline.
-        said = f"{name}: stopping within {self.grace_s:g} s (trainer.grace_s)"
-        notice = threading.Thread(target=self.notice, args=(said,), name="notice", daemon=True)
+        message = f"{name}: stopping within {self.grace_s:g} s (trainer.grace_s)"
+        notice = threading.Thread(target=self.notice, args=(message,), name="notice", daemon=True)
         notice.start()
         while not self._over.wait(LOOK_S):
             if time.monotonic() > self._deadline:

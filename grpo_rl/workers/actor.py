@@ -136,13 +136,13 @@ class ActorWorker(Teaches, TrainedRank[ActorSpec, PolicyModel]):
         if self.routers is not None:
             balance, router_stats = self.routers.loss(step.counts)
             loss, stats = loss + balance, stats | router_stats
-        # Without the trainer's old log-probs, this pass measures how far the engine is from the trainer: where it is
+        # Without the trainer's old log-probs, this pass measures how far the engine is from the trainer: if it is
         # the first with these weights, its own log-probs are those of the sampling policy.
-        own = batch.old_logprobs_T is None or self.spec.old_from_engine
-        trainer_logprobs_T = outputs.logprobs_T.detach() if own else _here(batch.old_logprobs_T)
+        uses_own_logprobs = batch.old_logprobs_T is None or self.spec.old_from_engine
+        trainer_logprobs_T = outputs.logprobs_T.detach() if uses_own_logprobs else _here(batch.old_logprobs_T)
         assert trainer_logprobs_T is not None
         # Computed on the CPU when the step ends: nothing waits for these log-probs until then.
-        shares = own or self.spec.measures_engine
+        shares = uses_own_logprobs or self.spec.measures_engine
         self._mismatches.append(functools.partial(_mismatch, trainer_logprobs_T, batch, step.counts, shares=shares))
         return loss, stats
 
@@ -193,7 +193,7 @@ class ActorWorker(Teaches, TrainedRank[ActorSpec, PolicyModel]):
     # ---- weights for the rollout engines -----------------------------------------------------------------
 
     def connect(self, rendezvous: NcclRendezvous) -> None:
-        """Join the engines' process group, where weights travel by NCCL."""
+        """Join the engines' process group, if weights travel by NCCL."""
         self.sender.connect(rendezvous)
 
     def begin_weight_sync(self) -> int:
@@ -203,8 +203,8 @@ class ActorWorker(Teaches, TrainedRank[ActorSpec, PolicyModel]):
             self._buckets = self.sender.buckets(adapters.items())
             return sum(tensor.nbytes for tensor in adapters.values())
         # Nothing is loaded: each shard comes to the device by itself, when its tensor is gathered.
-        whole = fsdp.named_full_tensors(self.model, device=self.device, dtype=self._wire_dtype)
-        self._buckets = self.sender.buckets(stored_tensors(whole))
+        full_tensors = fsdp.named_full_tensors(self.model, device=self.device, dtype=self._wire_dtype)
+        self._buckets = self.sender.buckets(stored_tensors(full_tensors))
         return sum(p.numel() * 4 for name, p in self.model.named_parameters() if not lora.is_adapter(name))
 
     def next_bucket(self) -> tuple[bool, WeightBucket | None]:
@@ -215,7 +215,7 @@ class ActorWorker(Teaches, TrainedRank[ActorSpec, PolicyModel]):
         return bucket is not None, bucket
 
     def sent_digests(self) -> dict[str, str]:
-        """Return the digest of every tensor of the last transfer, where they are verified."""
+        """Return the digest of every tensor of the last transfer, if they are verified."""
         return self.sender.sent_digests()
 
     def end_weight_sync(self) -> None:
@@ -255,8 +255,8 @@ def _mismatch(trainer_logprobs_T: Tensor, batch: Batch, counts: Counts, *, share
         "sum/rollout/entropy": -rollout_T.double().sum(),
     }
     if shares:
-        found = mismatch_shares(trainer_logprobs_T, rollout_T, Segments(batch.trained_lengths_N), counts)
-        stats |= {f"share/rollout_corr/{name}": torch.tensor(value) for name, value in found.items()}
+        mismatch_values = mismatch_shares(trainer_logprobs_T, rollout_T, Segments(batch.trained_lengths_N), counts)
+        stats |= {f"share/rollout_corr/{name}": torch.tensor(value) for name, value in mismatch_values.items()}
     return stats
 
 

@@ -52,7 +52,7 @@ class DeviceMemory:
     def load_all(self) -> None:
         """Bring everything to the device that an optimizer step reads."""
         self.load_weights()
-        # Also where it is configured to stay there: a checkpoint is restored into the memory where the parameters are.
+        # Also if it is configured to stay there: a checkpoint is restored into the memory where the parameters are.
         if self.gives_back or self.optimizer_offload:
             self.move_moments(self.device)
 

@@ -75,10 +75,10 @@ class Instruments:
             yield
             return
         with self._lock:
-            alone = self._running == 0
+            is_only_call = self._running == 0
             self._running += 1
         began = time.perf_counter()
-        if alone:
+        if is_only_call:
             _reset_peak()
         try:
             with self._traced(method):
@@ -90,9 +90,9 @@ class Instruments:
                 measure.seconds += time.perf_counter() - began
                 work = getattr(worker, "work", None)
                 measure.flops += 0.0 if work is None else work.take()
-                if alone:
-                    before = measure.memory or {}
-                    measure.memory = {kind: max(size, before.get(kind, 0)) for kind, size in _peak().items()}
+                if is_only_call:
+                    earlier_peaks = measure.memory or {}
+                    measure.memory = {kind: max(size, earlier_peaks.get(kind, 0)) for kind, size in _peak().items()}
 
     @contextlib.contextmanager
     def _traced(self, method: str) -> Iterator[None]:
@@ -130,7 +130,7 @@ def _reset_peak() -> None:
     if _on_gpu():
         _cuda().reset_peak_memory_stats()
         return
-    # Linux forgets the highest resident size so far (proc(5), clear_refs); where that is not allowed it is the whole run's.
+    # Linux forgets the highest resident size so far (proc(5), clear_refs); if that is not allowed it is the whole run's.
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 

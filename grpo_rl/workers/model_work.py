@@ -25,7 +25,7 @@ class ModelWork:
         self._others = [ModelWork(other) for other in others]
         config = model.lm.config.get_text_config()
         head = model.lm.get_output_embeddings().weight if isinstance(model, PolicyModel) else None
-        # A table of embeddings is looked up. Where the head is tied to it, the head multiplies with it all the same.
+        # A table of embeddings is looked up. If the head is tied to it, the head multiplies with it all the same.
         elsewhere = {id(head)} | {id(module.weight) for module in model.lm.modules() if isinstance(module, nn.Embedding)}
         self._head = _operations([] if head is None else [(head, 1.0)])
         self._body = _operations(

@@ -27,7 +27,9 @@ class ReferenceWorker(Teaches, Saves):
         self.work = ModelWork(*self.policies)
         self.files = RankFiles(self.policies[0], None, None, rank.rank, rank.patience_s)
         in_host = specs[0].in_host_memory
-        self.memories = [DeviceMemory(one, self.device, param_offload=offload, in_host_memory=in_host) for one in self.policies]
+        self.memories = [
+            DeviceMemory(policy, self.device, param_offload=offload, in_host_memory=in_host) for policy in self.policies
+        ]
         for memory in self.memories:
             memory.release()
 

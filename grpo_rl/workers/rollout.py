@@ -59,7 +59,7 @@ class RolloutWorker:
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._ended: list[Completion] = []
         self._has_more = False
-        """True where the engine had unfinished requests after its last step."""
+        """True if the engine had unfinished requests after its last step."""
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._closed = False
@@ -69,7 +69,7 @@ class RolloutWorker:
         """Requests that came meanwhile."""
         self._decode = response_decoder(spec)
         self._merge: AdapterMerge | None = None
-        """Where adapters arrive alone: what adds them to the model's own weights."""
+        """If adapters arrive alone: what adds them to the model's own weights."""
         if spec.adapter_scaling is not None:
             from grpo_rl.rollout.adapter_merge import AdapterMerge
 
@@ -109,18 +109,18 @@ class RolloutWorker:
         with self._changed:
             while not self._ended:
                 self._check_alive()
-                left = deadline - time.monotonic()
-                if left <= 0:
+                seconds_left = deadline - time.monotonic()
+                if seconds_left <= 0:
                     return []
-                self._changed.wait(left)
+                self._changed.wait(seconds_left)
         began = time.monotonic()
         time.sleep(min(min_batch_s, max(0.0, deadline - began)))
         deadline = min(deadline, began + longest_batch_s)
         with self._changed:
-            while 0 < len(self._ended) < enough and self._has_more and (left := deadline - time.monotonic()) > 0:
-                self._changed.wait(left)
+            while 0 < len(self._ended) < enough and self._has_more and (seconds_left := deadline - time.monotonic()) > 0:
+                self._changed.wait(seconds_left)
             ended, self._ended = self._ended, []
-        return [replace(one, text=self._decode(np.asarray(one.response_ids))) for one in ended]
+        return [replace(completion, text=self._decode(np.asarray(completion.response_ids))) for completion in ended]
 
     def report(
         self, further: Sequence[Request], timeout_s: float, longest_batch_s: float, enough: int
@@ -261,7 +261,7 @@ class RolloutWorker:
             engine.close()
 
     def _serve(self, engine: RolloutEngine) -> bool:
-        """Run the commands that wait; where there is nothing to sample, wait for one. False: stop."""
+        """Run the commands that wait; if there is nothing to sample, wait for one. False: stop."""
         try:
             while True:
                 idle = self._updating or engine.num_unfinished == 0
@@ -350,9 +350,9 @@ def track_apart() -> None:
         _trackers.append(tracker)
         return tracker.pid
 
-    before = util.spawnv_passfds
+    original_spawn = util.spawnv_passfds
     util.spawnv_passfds = spawn  # type: ignore[assignment]
     try:
         resource_tracker.ensure_running()
     finally:
-        util.spawnv_passfds = before
+        util.spawnv_passfds = original_spawn

@@ -32,7 +32,7 @@ class RouterWatch:
         self._of_ids: Tensor | None = None
         self._noted: list[Tensor] = []
         self._balance: Tensor | None = None
-        """The counts [layers, experts] of this step's whole mini-batch, over all ranks, where the auxiliary loss reads them."""
+        """The counts [layers, experts] of this step's whole mini-batch, over all ranks, if the auxiliary loss reads them."""
         self._counted = self._no_counts()
 
     # ---- replay --------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ class RouterWatch:
     # ---- a step --------------------------------------------------------------------------------------
 
     def begin_step(self, batch: Batch, step: OptimizerStep, model: Any) -> None:
-        """Count the experts of the whole mini-batch before its first backward pass, where the auxiliary loss reads them.
+        """Count the experts of the whole mini-batch before its first backward pass, if the auxiliary loss reads them.
 
         With replay they are known. Otherwise it takes a forward pass over the mini-batch; a collective.
         """

@@ -40,7 +40,7 @@ def join_set(rank: Rank, *, in_host_memory: bool = False) -> torch.device:
 
     Both libraries use the interface with the address by which Ray knows the machine, unless the environment names one.
 
-    Where gradients lie in host memory, the ranks of GPUs have gloo beside NCCL: their norm is added up there.
+    If gradients lie in host memory, the ranks of GPUs have gloo beside NCCL: their norm is added up there.
     """
     if rank.deterministic:
         torch.use_deterministic_algorithms(True)
@@ -68,15 +68,15 @@ def join_set(rank: Rank, *, in_host_memory: bool = False) -> torch.device:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface that has this address; None where none has, as behind a translation of addresses.
+    """Return the network interface that has this address; None if none has, as behind a translation of addresses.
 
     Left to itself gloo takes the interface of what this machine's own name resolves to: on Debian and Ubuntu that is 127.0.1.1,
     which no other machine reaches.
     """
-    wanted = ipaddress.ip_address(address)
-    for name, found in psutil.net_if_addrs().items():
-        for one in found:
-            if one.family in (socket.AF_INET, socket.AF_INET6) and ipaddress.ip_address(one.address) == wanted:
+    target_address = ipaddress.ip_address(address)
+    for name, addresses in psutil.net_if_addrs().items():
+        for entry in addresses:
+            if entry.family in (socket.AF_INET, socket.AF_INET6) and ipaddress.ip_address(entry.address) == target_address:
                 return name
     return None
 
@@ -141,10 +141,10 @@ def build_sharded(
 
     `read` gives another model, told whether it is on meta, of whose weights those of the names `new` may be missing.
     """
-    model, alone = spec.model, rank.world_size == 1
+    model, is_single_rank = spec.model, rank.world_size == 1
     attention.choose_kernel(model.flash_attention)
     read = read or functools.partial(language_model, spec)
-    lm = read(not alone)
+    lm = read(not is_single_rank)
     if spec.train and model.enable_gradient_checkpointing is not False:
         load.recompute_layers(lm, inputs_in_host_memory=model.enable_activation_offload)
     if spec.compiled:
@@ -152,12 +152,12 @@ def build_sharded(
     policy = wrap(lm)
     policy.train(spec.train)
     adapters = [name for name, _ in lm.named_parameters() if lora.is_adapter(name)]
-    if not adapters:  # which are all that is trained where there are any
+    if not adapters:  # which are all that is trained if there are any
         policy.requires_grad_(spec.train)
     computes_in = compute_dtype(spec.dtype, device)
     if adapters and computes_in == torch.bfloat16:
         _keep_as_stored(lm, model.path, adapters)
-    if alone:
+    if is_single_rank:
         policy.to(device)
     fsdp.shard(
         policy,
@@ -168,13 +168,13 @@ def build_sharded(
         forward_prefetch=spec.forward_prefetch,
     )
     policy.sequence_group = SequenceGroup.join(spec.sequence_ranks, rank.timeout_s)
-    if not alone:
+    if not is_single_rank:
         fill(policy, lm, spec, rank, device, lambda: wrap(read(False)), [*new, *adapters])
     return policy
 
 
 def _keep_as_stored(lm: Any, path: str, adapters: Sequence[str]) -> None:
-    """Let the blocks' frozen weights stay in bfloat16 where the files have them so: half the memory, and the same bits.
+    """Let the blocks' frozen weights stay in bfloat16 if the files have them so: half the memory, and the same bits.
 
     The blocks compute with weights that are rounded to bfloat16, and nothing is ever added to frozen ones. Embedding, final
     norm and head are computed in float32, and stay that.
@@ -200,7 +200,7 @@ def fill(
 ) -> None:
     """Fill a sharded policy around `lm` with the weights of its folder; those of the names `new` may be missing, and are 0 then.
 
-    Where transformers has to rename or rearrange what the files have, rank 0 reads the `whole` model and gives the others
+    If transformers has to rename or rearrange what the files have, rank 0 reads the `whole` model and gives the others
     their rows. No collective is entered while a rank reads: that may take longer than collectives are given.
     """
     files = WeightFiles.find(spec.model.path)
@@ -284,7 +284,7 @@ class Teaches:
             if want_hidden:
                 pieces["hidden_TD"].append(output.hidden_TD.cpu())
             if top is not None:
-                # Where fewer tokens could be sampled, the others are never said: a number, so that all of them are finite.
+                # If fewer tokens could be sampled, the others are never said: a number, so that all of them are finite.
                 pieces["top_logprobs_TK"].append(output.top_logprobs_TK.clamp(min=NEVER).cpu())
                 pieces["top_ids_TK"].append(output.top_ids_TK.int().cpu())
             # Of this pass nothing stays on the device: the next one needs the memory, and so does the end of the phase.
@@ -309,7 +309,7 @@ class Saves:
     files: RankFiles
 
     def save(self, folder: str, in_background: bool = False, texts: Mapping[str, str] | None = None) -> None:
-        """Write this rank's share of weights, and of optimizer, scheduler and random state where it has them, or begin to.
+        """Write this rank's share of weights, and of optimizer, scheduler and random state if it has them, or begin to.
 
         Rank 0 also writes `texts`.
         """

@@ -232,8 +232,8 @@ def step_optimizer(
 ) -> dict[str, float]:
     """Take the step, and report whether loss and gradient were finite. A collective.
 
-    It is not taken, and parameters, moments and learning rate stay what they were, where one of them is not finite on
-    any rank, and where no token of the mini-batch is trained: moments and weight decay would move the weights.
+    It is not taken, and parameters, moments and learning rate stay what they were, if one of them is not finite on
+    any rank, and if no token of the mini-batch is trained: moments and weight decay would move the weights.
     """
     finite_1 = torch.tensor([float(math.isfinite(loss) and math.isfinite(grad_norm))])
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -253,5 +253,5 @@ def _gpu_memory_share(device: torch.device) -> float:
     What the allocator keeps without using it does not count: it is given out before anything runs out.
     """
     free, total = torch.cuda.mem_get_info(device)
-    others = total - free - torch.cuda.memory_reserved(device)
-    return float((others + torch.cuda.max_memory_allocated(device)) / total)
+    other_bytes = total - free - torch.cuda.memory_reserved(device)
+    return float((other_bytes + torch.cuda.max_memory_allocated(device)) / total)

@@ -32,7 +32,7 @@ class Fault:
     right: str
     wrong: str
     tests: str
-    """Where to look first: files or folders below tests/, separated by spaces."""
+    """If to look first: files or folders below tests/, separated by spaces."""
 
 
 _F = Fault
@@ -647,7 +647,7 @@ def suite_of(name: str, fault: Fault) -> list[list[str]]:
 
 
 def first_failure(copy: Path, calls: list[list[str]], stages: int, timeout_s: float) -> str | None:
-    """Return the name of the first test that fails, None where all pass."""
+    """Return the name of the first test that fails, None if all pass."""
     environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     for arguments in calls[:stages]:
         options = ["-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-rfE"]

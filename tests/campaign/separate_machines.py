@@ -24,7 +24,7 @@ of the machine, which every machine has, as docker's bridge; the third machine's
 
 
 def lacking() -> str | None:
-    """Return why no machines can be made here; None where they can."""
+    """Return why no machines can be made here; None if they can."""
     if os.geteuid() != 0:
         return "machines are made by root only"
     missing = [program for program in ("ip", "unshare", "nsenter") if shutil.which(program) is None]

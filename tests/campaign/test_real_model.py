@@ -1,6 +1,6 @@
 """A real language model learns its jobs on two cores: SmolLM2-135M-Instruct, fetched by pip; a table of all runs at the end.
 
-Two hours on two quiet cores; GiB are those of the actor's process in the update. Left out, with the reason, where the model cannot be fetched.
+Two hours on two quiet cores; GiB are those of the actor's process in the update. Left out, with the reason, if the model cannot be fetched.
 GRPO_RL_TEST_SEEDS=1 runs one seed of the first job instead of three.
 """
 

@@ -186,7 +186,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     quiet = {"RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(ROOT)}
     # Machines that share these cores with others: no worker steps behind everything else, and no thread spins while it waits.
     quiet |= {"RAY_worker_niceness": "0", "GOMP_SPINCOUNT": "0"}
-    # A cache of embedded models on a path that is not below /tmp saves minutes where the tests are repeated.
+    # A cache of embedded models on a path that is not below /tmp saves minutes if the tests are repeated.
     quiet |= {name: os.environ[name] for name in ("GRPO_RL_CACHE", "OMP_NUM_THREADS") if name in os.environ}
     machines = Machines(folder, [ROOT, Path(sys.prefix).resolve()], quiet)
     try:

@@ -109,7 +109,7 @@ class Training:
         assert self.wait(ORPHANS_S) == 128 + signal.SIGKILL, self.describe()
 
     def end(self) -> None:
-        """kill -9 of the controller where it is still running, or of the launcher before there is one."""
+        """kill -9 of the controller if it is still running, or of the launcher before there is one."""
         if self.process is not None and self.process.poll() is None:
             if self.controller is not None:
                 self.kill()

@@ -45,7 +45,7 @@ def segments(pids: Sequence[int]) -> set[str]:
 
 
 def has_vllms_code(pid: int) -> bool:
-    """Whether a process has loaded vLLM's compiled code. Its name says so only where the library that renames it could."""
+    """Whether a process has loaded vLLM's compiled code. Its name says so only if the library that renames it could."""
     return re.search(r"/vllm/_C\S*\.so$", Path(f"/proc/{pid}/maps").read_text(), re.MULTILINE) is not None
 
 

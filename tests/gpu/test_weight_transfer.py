@@ -172,7 +172,7 @@ def assert_engine_has_weights_of(engine: RemoteEngine, model: Qwen3ForCausalLM, 
 def test_weights_reach_an_engine(
     model: Qwen3ForCausalLM, start: Callable[[EngineSpec, int], RemoteEngine], backend: Any, bucket_bytes: int
 ) -> None:
-    """The engine has a GPU of its own where weights come by NCCL, else the trainer's."""
+    """The engine has a GPU of its own if weights come by NCCL, else the trainer's."""
     engine = start(spec_for(model, backend, bucket_bytes), int(backend == "nccl"))
     sender = make_sender(backend, bucket_bytes, dtype=torch.bfloat16, verify=True)
     if backend == "nccl":

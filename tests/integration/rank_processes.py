@@ -190,7 +190,7 @@ class RecordingActor(Recording, ActorWorker):
         return list(self.moves), whole
 
     def answer_and_moves(self, method: str, *args: Any) -> tuple[Any, tuple[list[str], list[str]]]:
-        """Call a method; return its answer, and what `moves_of` returns, where moves are noted."""
+        """Call a method; return its answer, and what `moves_of` returns, if moves are noted."""
         if not hasattr(self, "moves"):
             return getattr(self, method)(*args), ([], [])
         answers: list[Any] = []
@@ -217,7 +217,7 @@ class RecordingActor(Recording, ActorWorker):
         return sorted(set(travelled)), sorted(types)
 
     def same_objects(self) -> bool:
-        """Return whether the optimizer still refers to the model's parameters, and head and embedding are one, where tied."""
+        """Return whether the optimizer still refers to the model's parameters, and head and embedding are one, if tied."""
         parameters = {id(parameter) for parameter in self.model.parameters()}
         optimized = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         lm = self.model.lm
@@ -378,8 +378,8 @@ class Trained:
 def spec_for(path: Path, layout: Layout, objective: Objective, clip_grad: float = 1e6, **model: Any) -> ActorSpec:
     """The spec of an actor's ranks. `model` are fields of the model's section."""
     settings = {"enable_gradient_checkpointing": layout.checkpointing, "lm_head_chunk_tokens": layout.chunk_tokens, **model}
-    # AdamW divides by the root of the squared gradient: where a gradient is 0 up to rounding, its noise still makes
-    # a step of the size of lr. With lr = 1e-5 a layout that is right stays within 1e-6 where the gradient is not 0.
+    # AdamW divides by the root of the squared gradient: if a gradient is 0 up to rounding, its noise still makes
+    # a step of the size of lr. With lr = 1e-5 a layout that is right stays within 1e-6 if the gradient is not 0.
     return ActorSpec(
         PolicySpec(
             ModelConfig(path=str(path), **settings),

@@ -38,7 +38,7 @@ def ray_pool() -> Iterator[Pool]:
 
 @pytest.fixture(scope="module")
 def start(ray_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., WorkerGroup]]:
-    """Starts a set of tiny workers. Processes cost seconds: tests share one where none of them ends it."""
+    """Starts a set of tiny workers. Processes cost seconds: tests share one if none of them ends it."""
     started: list[WorkerGroup] = []
 
     def make(num_ranks: int, role: str = "tiny", **environment: str) -> WorkerGroup:

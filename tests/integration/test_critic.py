@@ -79,7 +79,7 @@ def test_values_gradients_and_parameters_do_not_depend_on_the_layout(ranks, mode
             torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=0, msg=name)
         first = ranks[size].call("gradients")[0][0]
         assert_close(first, gradients[0], 1e-6 * largest(gradients[0]), name)
-        # AdamW makes a step of the size of lr where a gradient is 0 up to rounding.
+        # AdamW makes a step of the size of lr if a gradient is 0 up to rounding.
         assert_close(ranks[size].call("parameters")[0], parameters, 2e-4, name)
         for ours, theirs in zip(metrics, other_metrics, strict=True):
             assert theirs == pytest.approx(ours, rel=1e-3, abs=1e-4), name

@@ -93,7 +93,7 @@ def test_replayed_experts_train_alike_in_every_layout(ranks, path, layout):
     assert float((one.gradients[-1][name] - free.gradients[-1][name]).abs().max()) > 1e-5
     other = trained(LAYOUTS[layout])
     for step, gradients in enumerate(one.gradients):
-        # Later steps start from weights that AdamW moved by noise where a gradient is 0 up to rounding.
+        # Later steps start from weights that AdamW moved by noise if a gradient is 0 up to rounding.
         assert_close(other.gradients[step], gradients, (1e-6 if step == 0 else 1e-3) * largest(gradients))
 
 

@@ -60,7 +60,7 @@ PLACED = {
     "host memory": Layout(2, TWO.rule, in_host_memory=True, checkpointing=True),
     "2 x 2 replicas in host memory, gathered early": Layout(4, TWO.rule, in_host_memory=True, shard_ranks=2, prefetch=True),
 }
-"""Where parameters lie: replicas of shards, host memory."""
+"""If parameters lie: replicas of shards, host memory."""
 SHARED = {
     "1 rank, whole": ALONE,
     "1 rank, groups cut by tokens": Layout(rule=MicroBatchRule(45, None)),
@@ -372,7 +372,7 @@ def without_signal(batch: Batch, groups: list[int]) -> Batch:
 @pytest.mark.parametrize("layout", ["1 rank, 12 micro-batches", "2 ranks, by tokens, recomputed, in chunks"])
 @pytest.mark.parametrize("groups", [[1], [0, 2, 3], [0, 1, 2, 3]], ids=["one", "three", "all"])
 def test_rollouts_without_advantage_need_no_backward_pass(ranks, path, layout, groups, monkeypatch):
-    """The same gradients, parameters and statistics, and tokens with a gradient only where there is a signal."""
+    """The same gradients, parameters and statistics, and tokens with a gradient only if there is a signal."""
     objective = Objective(loss_agg_mode="seq-mean-token-mean")
     case = Case(objective, [without_signal(make_batch(1), groups), make_batch(2)], {})
     skipping = case.train(ranks, path, PLAIN[layout])

@@ -154,6 +154,6 @@ def test_scores_are_the_same_by_every_way_and_after_the_export(ranks, path, tmp_
     ranks[1].build(RewardModelSpec(str(tmp_path), "float32"))
     ((column,),) = ranks[1].call("scores", [whole])
     torch.testing.assert_close(column, scores_N, atol=1e-5, rtol=0)
-    # What was exported is continued where it is trained again, head included.
+    # What was exported is continued if it is trained again, head included.
     continued = role_over(ranks[1], tmp_path, "bradley_terry")
     torch.testing.assert_close(continued.scores(batch), scores_N, atol=1e-5, rtol=0)

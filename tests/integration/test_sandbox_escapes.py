@@ -1,6 +1,6 @@
 """Attempts to get out of the sandbox, to harm the machine, or to earn a reward without the answer. Each must earn nothing.
 
-An escape prints `escaped` where it succeeded, and that is the output that its test case wants: a score above 0 is a hole.
+An escape prints `escaped` if it succeeded, and that is the output that its test case wants: a score above 0 is a hole.
 """
 
 import os
@@ -247,7 +247,7 @@ def test_a_sandbox_that_is_closed_leaves_nothing() -> None:
 
 
 def descendants(launcher: int, count: int) -> list[int]:
-    """The launcher, the keeper and, where there is one, the candidate, as soon as they are so many."""
+    """The launcher, the keeper and, if there is one, the candidate, as soon as they are so many."""
     found: list[int] = []
 
     def complete() -> bool:

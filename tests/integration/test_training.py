@@ -54,7 +54,7 @@ def assert_advantages_of_steps(rollouts: list[dict[str, Any]]) -> None:
         rewards = [reward for record in records for _, reward in record["steps"]]
         spread = statistics.stdev(rewards)
         for record in records:
-            # The log holds the last token's: of the step that ends there, where one does.
+            # The log holds the last token's: of the step that ends there, if one does.
             last = [reward for end, reward in record["steps"] if end == record["response_length"] - 1]
             expected = (last[0] - statistics.fmean(rewards)) / (spread + 1e-6) if last and spread else 0.0
             assert record["advantage"] == pytest.approx(expected, abs=1e-5)

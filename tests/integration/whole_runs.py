@@ -70,9 +70,9 @@ def train(folder: Path, name: str, *words: str, exit_code: int = 0) -> Run:
 
 
 def command(run: Run, *words: str, typed: str | None = None) -> tuple[str, str]:
-    """Return the two streams of `python -m grpo_rl` with these words, beside the run's folder, where `typed` comes by a pipe.
+    """Return the two streams of `python -m grpo_rl` with these words, beside the run's folder, if `typed` comes by a pipe.
 
-    Fails with both where the command does.
+    Fails with both if the command does.
     """
     line, beside = [sys.executable, "-m", "grpo_rl", *words], run.path.parents[1]
     done = subprocess.run(

@@ -100,7 +100,7 @@ def test_a_notebook_runs_from_top_to_bottom(name: str, runs: Path, tmp_path: Pat
 
 
 def shown(cell: str) -> str:
-    """Return a cell that prints the value of its last line, where that is an expression."""
+    """Return a cell that prints the value of its last line, if that is an expression."""
     module = ast.parse(cell)
     last = module.body[-1]
     if isinstance(last, ast.Expr):

@@ -1,4 +1,4 @@
-"""The model of cost: closed forms where lengths have no variance, and what must hold for any lengths and machine."""
+"""The model of cost: closed forms if lengths have no variance, and what must hold for any lengths and machine."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_equal_lengths_take_a_round_of_the_slots_after_the_other(requests: int) 
 def test_a_batch_ends_with_its_longest_response_and_has_as_many_tokens_as_were_asked_for() -> None:
     few, _ = REPLICA.batch_s(LONG_TAIL, 16)
     assert few == pytest.approx(0.01 * LONG_TAIL.longest_of(16), rel=0.15)
-    # Where each sequence costs the same and nothing else does, only the tokens count, whatever the tail.
+    # If each sequence costs the same and nothing else does, only the tokens count, whatever the tail.
     busy = replace(REPLICA, overhead_s=0.0, flops=2 * 2 / 0.001)
     tokens, _ = busy.batch_s(LONG_TAIL, 200)
     assert tokens == pytest.approx(200 * 100 * 0.001 * SIZE.active_params / 2, rel=0.1)

@@ -1,4 +1,4 @@
-"""A plan for a machine that is not here: its name, what is refused for it, and what is proposed where it is too small."""
+"""A plan for a machine that is not here: its name, what is refused for it, and what is proposed if it is too small."""
 
 from __future__ import annotations
 

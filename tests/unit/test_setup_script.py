@@ -1,4 +1,4 @@
-"""Tests are skipped for what a machine lacks, with the reason, and in CI none is; `scripts/setup.sh` says what a machine lacks before anything is downloaded, and the engine's start says it where it is met later."""
+"""Tests are skipped for what a machine lacks, with the reason, and in CI none is; `scripts/setup.sh` says what a machine lacks before anything is downloaded, and the engine's start says it if it is met later."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class AdvantageInput:
     """
 
     of_tokens_T: Tensor | None
-    """The reward of every token, where it does not follow from the outcomes (a KL penalty, rewards of turns): see `token_rewards_T`."""
+    """The reward of every token, if it does not follow from the outcomes (a KL penalty, rewards of turns): see `token_rewards_T`."""
     lengths_N: Tensor
     group_N: Tensor
     """The group of each rollout: equal numbers belong to one prompt."""

@@ -91,7 +91,7 @@ def rft(inp: AdvantageInput, *, threshold: Factor = 1.0) -> RolloutAdvantages:
 @ADVANTAGES.register("opo")
 @needs("group")
 def opo(inp: AdvantageInput) -> RolloutAdvantages:
-    """The distance to the group's mean weighted by length, the baseline of least variance where gradients grow with length.
+    """The distance to the group's mean weighted by length, the baseline of least variance if gradients grow with length.
 
     Formula: A = R - Σ_group length R / Σ_group length
 

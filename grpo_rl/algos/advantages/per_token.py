@@ -18,7 +18,7 @@ from grpo_rl.registry import formula_by, needs
 
 
 def unwhitened(formula: str, options: Mapping[str, Any]) -> str:
-    """Return the formula of `gae` without the whitening where the option `whiten` switches it off."""
+    """Return the formula of `gae` without the whitening if the option `whiten` switches it off."""
     return formula if options["whiten"] else re.sub(r"whiten\((Σ.*?)\); (.*); whiten.*", r"\1; \2", formula)
 
 

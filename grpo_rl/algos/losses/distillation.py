@@ -93,7 +93,7 @@ class Distillation:
     """Tokens of the teacher's distribution that a divergence compares; -1: all, 0: an estimate by the sampled token."""
     coef: float = 1.0
     task: bool = True
-    """True where the task is trained beside the teacher."""
+    """True if the task is trained beside the teacher."""
     as_advantage: bool = True
     discount: float = 0.0
     max_clamp: float | None = None
@@ -102,35 +102,35 @@ class Distillation:
 
     @classmethod
     def from_config(cls, config: DistillationConfig) -> Distillation | None:
-        """Return what `distillation` describes; None where it is not enabled."""
-        own = config.distillation_loss
+        """Return what `distillation` describes; None if it is not enabled."""
+        loss_config = config.distillation_loss
         if not config.enabled:
             return None
-        key, mode, is_k1 = "distillation.distillation_loss", own.loss_mode, own.loss_mode in ("kl", "k1")
+        key, mode, is_k1 = "distillation.distillation_loss", loss_config.loss_mode, loss_config.loss_mode in ("kl", "k1")
         estimates = mode in KL_ESTIMATORS
         divergence = None if estimates else DIVERGENCES.get(mode)
-        if own.use_policy_gradient and not is_k1:
+        if loss_config.use_policy_gradient and not is_k1:
             raise ConfigError(
                 f"{key}.use_policy_gradient=true: with loss_mode={mode} the mean gradient would not be that of a divergence from the "
                 "teacher; loss_mode=k1, or use_policy_gradient=false, which differentiates it"
             )
-        if is_k1 and not own.use_policy_gradient:
+        if is_k1 and not loss_config.use_policy_gradient:
             raise ConfigError(
                 f"{key}.loss_mode={mode}: has no gradient from the teacher; use_policy_gradient=true, or k2 or k3"
             )
-        if not estimates and own.topk == 0:
+        if not estimates and loss_config.topk == 0:
             raise ConfigError(
                 f"{key}.topk=0: loss_mode={mode} compares the teacher's likeliest tokens; 1 or more, or -1 for all"
             )
-        options = {} if divergence is None else {"jsd_beta": own.jsd_beta}
+        options = {} if divergence is None else {"jsd_beta": loss_config.jsd_beta}
         return cls(
             mode,
-            0 if estimates else own.topk,
-            own.distillation_loss_coef if own.use_task_rewards else 1.0,
-            own.use_task_rewards,
-            own.use_policy_gradient,
-            own.discount,
-            own.loss_max_clamp,
+            0 if estimates else loss_config.topk,
+            loss_config.distillation_loss_coef if loss_config.use_task_rewards else 1.0,
+            loss_config.use_task_rewards,
+            loss_config.use_policy_gradient,
+            loss_config.discount,
+            loss_config.loss_max_clamp,
             tuple((name, value) for name, value in options.items() if divergence and name in options_of(divergence)),
         )
 

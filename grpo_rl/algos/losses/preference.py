@@ -40,7 +40,7 @@ class Pairs:
     def of(cls, group_N: Tensor, chosen_N: Tensor) -> Pairs:
         """Return the pairs, in the order of their groups' numbers.
 
-        Raises ValueError where a group is not one chosen and one rejected rollout.
+        Raises ValueError if a group is not one chosen and one rejected rollout.
         """
         # By group, and in a group the chosen rollout first.
         order_N = torch.argsort(2 * group_N + (~chosen_N).long(), stable=True)

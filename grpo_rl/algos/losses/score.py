@@ -170,7 +170,7 @@ def _divergence_masked(inputs: LossInput, too_likely_T: Tensor, too_unlikely_T: 
 
 
 def _binary_kl(old_T: Tensor, policy_T: Tensor) -> Tensor:
-    """KL between the events "this token", with log-probs `old_T` and `policy_T`; infinite where only the policy is certain."""
+    """KL between the events "this token", with log-probs `old_T` and `policy_T`; infinite if only the policy is certain."""
     log_rest_old_T, log_rest_T = torch.log(-torch.expm1(old_T)), torch.log(-torch.expm1(policy_T))
     # A rest without probability contributes nothing: not 0 * (-inf + inf).
     rest_T = torch.where(old_T < 0, -torch.expm1(old_T) * (log_rest_old_T - log_rest_T), 0.0)

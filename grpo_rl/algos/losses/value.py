@@ -26,7 +26,7 @@ def value_loss(
 def explained_variance(values_T: Tensor, returns_T: Tensor) -> float:
     """1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for a constant one, below for a harmful one.
 
-    0 where the returns do not vary: there is nothing to explain.
+    0 if the returns do not vary: there is nothing to explain.
     """
     returns_T = returns_T.double()
     if not len(returns_T) or bool((returns_T == returns_T[0]).all()):

@@ -108,9 +108,9 @@ class Pool:
                 firsts = range(0, self.per_node - devices_per_slot + 1, devices_per_slot)
                 cuts = [node[first : first + devices_per_slot] for node in nodes for first in firsts]
             for bundles in cuts:
-                own = bundles[: self.per_node]
-                slots.append(Slot(group, tuple(bundles), tuple(gpu_ids[b] for b in own) if gpu_ids else ()))
-        # The processes that share a slot are far apart in the list: where fewer are asked for, each slot has its first one.
+                node_bundles = bundles[: self.per_node]
+                slots.append(Slot(group, tuple(bundles), tuple(gpu_ids[b] for b in node_bundles) if gpu_ids else ()))
+        # The processes that share a slot are far apart in the list: if fewer are asked for, each slot has its first one.
         return slots * processes_per_slot
 
     @property
@@ -135,9 +135,9 @@ class Pool:
         return {node for group in groups for node in placement_group_table(group)["bundles_to_node_id"].values()}
 
     def another(self, devices: int, timeout_s: float, node: str | None = None) -> Slot:
-        """Return a slot for one process more: one that was given back, or `devices` reserved on one node, on `node` where there is room.
+        """Return a slot for one process more: one that was given back, or `devices` reserved on one node, on `node` if there is room.
 
-        Raises ClusterError where there is no room in time, or the check of the node fails.
+        Raises ClusterError if there is no room in time, or the check of the node fails.
         """
         if node is None and self._free:
             return self._free.pop()
@@ -160,7 +160,7 @@ class Pool:
         return Slot(group, tuple(range(devices)), tuple(gpu_ids))
 
     def give_back(self, slot: Slot, is_gone: bool = False) -> None:
-        """Take a slot back whose process has left; `is_gone` where its node is no longer there."""
+        """Take a slot back whose process has left; `is_gone` if its node is no longer there."""
         if slot.placement_group in self._further:
             self._further.remove(slot.placement_group)
             remove_placement_group(slot.placement_group)
@@ -196,9 +196,9 @@ class Pool:
         for bundle, node in sorted(placement_group_table(group)["bundles_to_node_id"].items()):
             nodes.setdefault(node, []).append(bundle)
         if sorted(map(len, nodes.values())) != [self.per_node] * num_nodes:
-            found = " + ".join(str(len(bundles)) for bundles in nodes.values())
+            sizes = " + ".join(str(len(bundles)) for bundles in nodes.values())
             raise ClusterError(
-                f"an engine was to have {self.per_node} devices on each of {num_nodes} nodes, and Ray gave it {found}: nodes with more "
+                f"an engine was to have {self.per_node} devices on each of {num_nodes} nodes, and Ray gave it {sizes}: nodes with more "
                 "free devices take more of them; set n_gpus_per_node to what a node has, or take a tensor_model_parallel_size that "
                 "fits on one"
             )
@@ -212,15 +212,15 @@ def raylets(slots: Mapping[str, Slot]) -> dict[str, tuple[str, int]]:
         table = placement_group_table(slot.placement_group)
         for node in {table["bundles_to_node_id"][bundle] for bundle in slot.bundles}:
             on_node.setdefault(node, []).append(name)
-    found: dict[str, tuple[str, int]] = {}
+    addresses: dict[str, tuple[str, int]] = {}
     for node in ray.nodes():
         if node["NodeID"] in on_node:
             address, port = node["NodeManagerAddress"], node["NodeManagerPort"]
             workers = ", ".join(on_node[node["NodeID"]])
             name = f"its node {address} ({workers})"
             # An engine that spans nodes is on both, and a test's nodes have one address.
-            found[name if name not in found else f"its node {address}:{port} ({workers})"] = address, port
-    return found
+            addresses[name if name not in addresses else f"its node {address}:{port} ({workers})"] = address, port
+    return addresses
 
 
 def _probe_gpus(group: PlacementGroup, timeout_s: float) -> list[str]:
@@ -298,17 +298,17 @@ def differences(machine: str, theirs: Found, ours: Found, needed: Mapping[str, s
     """Yield what keeps `machine` from taking part, a line each. `needed` says what each path is for."""
     for package, version in ours.versions.items():
         if theirs.versions.get(package) != version:
-            found = theirs.versions.get(package, "none")
+            node_version = theirs.versions.get(package, "none")
             yield (
-                f"{machine} has {package} {found}, and the controller's machine ({ours.name}) {version}: "
+                f"{machine} has {package} {node_version}, and the controller's machine ({ours.name}) {version}: "
                 "bash scripts/setup.sh cluster, or the same image, on every machine"
             )
     differing = sorted(name for name in {**ours.code, **theirs.code} if ours.code.get(name) != theirs.code.get(name))
     if differing:
         first = f"{differing[0]} {'differs' if differing[0] in theirs.code else 'is not there'}"
-        more = f", and so it is with {len(differing) - 1} more" if len(differing) > 1 else ""
+        rest = f", and so it is with {len(differing) - 1} more" if len(differing) > 1 else ""
         yield (
-            f"{machine} has other code than the controller's machine ({ours.name}): {first}{more}; copy the same code to every "
+            f"{machine} has other code than the controller's machine ({ours.name}): {first}{rest}; copy the same code to every "
             "machine, or send it along with scripts/submit.sh"
         )
     for path, what in needed.items():
@@ -325,22 +325,22 @@ def check_machines(nodes: Iterable[str], run_folder: Path, own_files: Sequence[s
     marker = run_folder / f".seen_{token_hex(4)}"
     needed = {str(marker): "which the run has written: trainer.default_local_dir must be on storage that all machines share"}
     needed |= {path: f"{key}: copy it there, to the same path" for path, key in models.items() if _is_there(Path(path))}
-    ours = look(own_files, ())
+    local_setup = look(own_files, ())
     known = {node["NodeID"]: f"the machine {node['NodeManagerAddress']}" for node in ray.nodes()}
     problems: list[str] = []
     marker.touch()
     try:
-        asked = {}
+        answers = {}
         for node in nodes:
             task = ray.remote(look).options(
                 num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
             )
-            asked[node] = task.remote(own_files, list(needed))
+            answers[node] = task.remote(own_files, list(needed))
         until = time.monotonic() + ANSWER_S
-        for node, answer in asked.items():
+        for node, answer in answers.items():
             machine = known.get(node, f"the node {node}")
             try:
-                theirs: Found = ray.get(answer, timeout=max(PATIENCE_S, until - time.monotonic()))
+                node_setup: Found = ray.get(answer, timeout=max(PATIENCE_S, until - time.monotonic()))
             except ray.exceptions.GetTimeoutError:
                 problems.append(
                     f"{machine} did not start a process within {ANSWER_S:.0f} s: is it overloaded, or out of reach?"
@@ -350,7 +350,7 @@ def check_machines(nodes: Iterable[str], run_folder: Path, own_files: Sequence[s
                 reason = next((line for line in reversed(lines) if "ModuleNotFoundError" in line), lines[-1])
                 problems.append(f"{machine} cannot run this program: {reason}; bash scripts/setup.sh cluster there")
             else:
-                problems += differences(f"{machine} ({theirs.name})", theirs, ours, needed)
+                problems += differences(f"{machine} ({node_setup.name})", node_setup, local_setup, needed)
     finally:
         marker.unlink(missing_ok=True)
     if problems:

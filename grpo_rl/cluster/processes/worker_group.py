@@ -65,7 +65,7 @@ class RemoteError(Exception):
         self.message = message
         self.trace = trace
         self.user_error = user_error
-        """True where the worker raised one of this package's own errors, whose message is complete."""
+        """True if the worker raised one of this package's own errors, whose message is complete."""
 
     def __str__(self) -> str:
         return self.message if self.user_error else f"{self.kind}: {self.message}"
@@ -97,7 +97,7 @@ class StoredBlock:
         return self._block
 
     def __reduce__(self) -> tuple[Callable[..., StoredBlock], tuple[Any]]:
-        """Pickle the reference alone, even where the block has been read."""
+        """Pickle the reference alone, even if the block has been read."""
         return StoredBlock, (self.ref,)
 
 
@@ -143,12 +143,14 @@ class WorkerHost:
 
     def doing(self) -> list[Doing]:
         """Return each call that is at work, for how many seconds, and where; what a thread of the worker's own does, and its children."""
-        now = time.monotonic()
-        found = [(method, now - began, stack_of(thread)) for thread, (method, began) in list(self._calls.items())]
+        current_time = time.monotonic()
+        active_calls = [
+            (method, current_time - began, stack_of(thread)) for thread, (method, began) in list(self._calls.items())
+        ]
         activity, thread = getattr(self._worker, "activity", None), getattr(self._worker, "thread", None)
         if activity is not None and thread is not None and (at := activity()) is not None:
-            found.append((at[0], at[1], stack_of(thread.ident)))
-        return found + children_doing()
+            active_calls.append((at[0], at[1], stack_of(thread.ident)))
+        return active_calls + children_doing()
 
     def build(self, factory: Callable[..., Any], *args: Any) -> None:
         """Make the worker. Raises RemoteError."""
@@ -194,8 +196,8 @@ class WorkerHost:
 def stack_of(thread: int | None) -> list[str]:
     """Return the innermost frames of a thread of this process, outermost first, each as file, line and function."""
     frame = sys._current_frames().get(thread or 0)
-    found = traceback.extract_stack(frame, limit=MOST_FRAMES) if frame is not None else []
-    return [f"{Path(*Path(one.filename).parts[-3:])}:{one.lineno} {one.name}: {one.line}" for one in found]
+    entries = traceback.extract_stack(frame, limit=MOST_FRAMES) if frame is not None else []
+    return [f"{Path(*Path(entry.filename).parts[-3:])}:{entry.lineno} {entry.name}: {entry.line}" for entry in entries]
 
 
 def _get(ref: Any) -> Any:
@@ -327,12 +329,12 @@ class Worker:
         """The method that was called last, and when."""
         self._environment, self._threads = environment, threads
         devices = {"CUDA_VISIBLE_DEVICES": ",".join(slot.gpu_ids)} if slot.gpu_ids else {}
-        own = {**environment, **devices}
+        worker_environment = {**environment, **devices}
         options: dict[str, Any] = {"max_concurrency": threads, **slot.options}
         remote: Any = ray.remote  # Ray's types have no concurrency groups
         host = remote(concurrency_groups={BEATS: 1, LOOKS: 1, NEWS: 1})(WorkerHost).options(**options)
         self._oom_kills = oom_kills()
-        self.actor: Any = host.remote(name, str(self.log_file), own, secrets.known())
+        self.actor: Any = host.remote(name, str(self.log_file), worker_environment, secrets.known())
 
     @property
     def is_here(self) -> bool:
@@ -591,8 +593,8 @@ def end_workers(workers: Sequence[Worker]) -> None:
 
     Children are looked up before: without their parent they are like any other process.
     """
-    here = ray.util.get_node_ip_address()
-    local = [worker.pid for worker in workers if worker.pid is not None and worker.address == here]
+    local_address = ray.util.get_node_ip_address()
+    local = [worker.pid for worker in workers if worker.pid is not None and worker.address == local_address]
     below = {child: started(child) for pid in local for child in descendants(pid)}
     for worker in workers:
         ray.kill(worker.actor)
@@ -605,7 +607,7 @@ def end_workers(workers: Sequence[Worker]) -> None:
         if since is not None and started(child) == since and not is_tracker(child):
             kill_tree(child, spares=is_tracker)
     for worker in workers:
-        if worker.pid is not None and worker.address is not None and worker.address != here:
+        if worker.pid is not None and worker.address is not None and worker.address != local_address:
             kill_process(worker.pid, worker.address)
 
 

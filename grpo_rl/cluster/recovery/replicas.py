@@ -46,9 +46,9 @@ class _Standing:
     since: float = 0.0
     """When it began to be missing: the one before it was lost, or it was asked for."""
     joins: bool = False
-    """True where it takes no other one's place."""
+    """True if it takes no other one's place."""
     raylet: tuple[str, int] | None = None
-    """The address of the raylet of its node, where nodes may leave."""
+    """The address of the raylet of its node, if nodes may leave."""
 
 
 class Replicas:
@@ -60,7 +60,7 @@ class Replicas:
     the pool, which asks others for what it had not answered. `lose` and `resize` may be called from any thread, everything else
     from the controller's.
 
-    Where engines share GPUs with ranks, `vacated` clears them for an engine that is built. Then a replacement waits, as a
+    If engines share GPUs with ranks, `vacated` clears them for an engine that is built. Then a replacement waits, as a
     process with nothing in it, until the controller calls `build_apart`: at a time when no rank works.
     """
 
@@ -111,7 +111,7 @@ class Replicas:
             if self._failure is not None:
                 raise self._failure
             newest_first = reversed(self._standings)
-            leaving = sorted(newest_first, key=lambda one: self._standings[one].state == "serving")[: self._leaving]
+            leaving = sorted(newest_first, key=lambda worker: self._standings[worker].state == "serving")[: self._leaving]
             self._leaving -= len(leaving)
             for worker in leaving:
                 del self._standings[worker]
@@ -158,7 +158,7 @@ class Replicas:
     # ---- losing one --------------------------------------------------------------------------------------
 
     def failed(self, worker: Worker, error: WorkerFailed) -> None:
-        """Treat a failed call as the loss of the replica; raise the error where replicas are not replaced."""
+        """Treat a failed call as the loss of the replica; raise the error if replicas are not replaced."""
         if self._build is None:
             raise error
         self.lose(worker, str(error))
@@ -247,17 +247,17 @@ class Replicas:
     # ---- others join and leave ---------------------------------------------------------------------------
 
     def resize(self, change: int, node: str | None = None) -> str:
-        """Let so many replicas join, on this node of Ray's where one is named, or leave where it is below 0; say what will happen.
+        """Let so many replicas join, on this node of Ray's if one is named, or leave if it is below 0; say what will happen.
 
-        Raises ConfigError where there would be too many or too few.
+        Raises ConfigError if there would be too many or too few.
         """
         assert self.elastic is not None
         with self._lock:
-            wanted = self.wanted + change
-            if not self.elastic.fewest <= wanted <= self.elastic.most:
+            num_wanted = self.wanted + change
+            if not self.elastic.fewest <= num_wanted <= self.elastic.most:
                 key = f"max_replicas={self.elastic.most}" if change > 0 else f"min_replicas={self.elastic.fewest}"
                 raise ConfigError(f"{self.wanted} engines and {change:+d}: actor_rollout_ref.rollout.{key}")
-            self.wanted = wanted
+            self.wanted = num_wanted
             names = [f"rollout{self._next_number + k}" for k in range(change)]
             self._next_number += len(names)
             self._leaving += max(0, -change)
@@ -265,7 +265,7 @@ class Replicas:
             _beside(f"start {name}", self._join, name, node)
         self._changed.set()
         what = f"{', '.join(names)} will join" if names else f"{-change} will leave"
-        return f"{what}: {wanted} engine{'s' * (wanted > 1)} then"
+        return f"{what}: {num_wanted} engine{'s' * (num_wanted > 1)} then"
 
     def _join(self, name: str, node: str | None) -> None:
         """Find a place and start another replica in it; without a place there will be one less."""
@@ -326,16 +326,16 @@ class EngineOrders(threading.Thread):
                     # On CPUs engines own no cores: a node gets one.
                     room = int(node["Resources"]["GPU"]) // self._elastic.devices if "GPU" in node["Resources"] else 1
                     self._obey(min(room, self._elastic.most - self._replicas.wanted), node["NodeID"])
-            now = {
+            engine_state = {
                 "serving": [worker.name for worker in self._replicas.serving],
                 "wanted": self._replicas.wanted,
                 "fewest": self._elastic.fewest,
                 "most": self._elastic.most,
                 "answers": dict(self._answers),
             }
-            if now != self._told:
-                self._told = now
-                self._tell(now)
+            if engine_state != self._told:
+                self._told = engine_state
+                self._tell(engine_state)
 
     def _obey(self, change: int, node: str | None = None) -> str:
         try:
@@ -345,9 +345,9 @@ class EngineOrders(threading.Thread):
 
     def _orders(self) -> Iterator[tuple[str, int]]:
         """Yield the key and the change of each order that has come since; a line that is none is passed over."""
-        whole, _, _ = self._content()[self._read :].rpartition(b"\n")
-        self._read += len(whole) + bool(whole)
-        for line in whole.splitlines():
+        complete_part, _, _ = self._content()[self._read :].rpartition(b"\n")
+        self._read += len(complete_part) + bool(complete_part)
+        for line in complete_part.splitlines():
             try:
                 order = json.loads(line)
                 key, change = str(order["key"])[:32], order["change"]

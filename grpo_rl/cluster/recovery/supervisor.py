@@ -41,7 +41,7 @@ class Recoveries:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.restarts = trainer.recover != "off"
-        """True where a worker that failed is started again."""
+        """True if a worker that failed is started again."""
         self.on_restart = on_restart
         """Called with the name of every worker that is lost and gets a new process, and None; later with that process's id."""
         self.warn = warn
@@ -57,12 +57,12 @@ class Recoveries:
     def failed(self, name: str, cause: str, then: str) -> None:
         """Allow one more restart of `name`, and report why and what (`then`) is done. Raises ClusterError when there were too many."""
         with self._lock:
-            now = self._clock()
-            self._spent = [entry for entry in self._spent if now - entry[0] <= self._window_s]
-            self._spent.append((now, name, cause))
+            current_time = self._clock()
+            self._spent = [entry for entry in self._spent if current_time - entry[0] <= self._window_s]
+            self._spent.append((current_time, name, cause))
             restarts = sum(1 for _, other, _ in self._spent if other == name) - 1
             if restarts >= self._max_restarts:
-                causes = [f"\n  {now - when:.0f} s ago, {failed}: {why}" for when, failed, why in self._spent]
+                causes = [f"\n  {current_time - when:.0f} s ago, {failed}: {why}" for when, failed, why in self._spent]
                 raise ClusterError(
                     f"{name} failed and is not started again: restarts so far: {restarts} (trainer.max_restarts={self._max_restarts} "
                     f"within trainer.restart_window_s={self._window_s:.0f}). Every failure in that time:{''.join(causes)}"
@@ -90,7 +90,7 @@ class Recoveries:
             self._since[f"recovery/{name}"] = self._since.get(f"recovery/{name}", 0.0) + number
 
     def metrics(self) -> Metrics:
-        """Return the counts noted since the last call; nothing where nothing happened."""
+        """Return the counts noted since the last call; nothing if nothing happened."""
         with self._lock:
             since, self._since = self._since, {}
             return since | {"recovery/restarts_total": float(self._total)} if since else {}
@@ -226,7 +226,7 @@ class Supervisor(threading.Thread):
             entry.on_end(entry.worker, cause)
 
 
-# ---- what every process is doing, said once where a phase takes far too long, or before a worker is given up ----
+# ---- what every process is doing, said once if a phase takes far too long, or before a worker is given up ----
 
 PHASE_LOOK_S = 0.5
 LEAST_S = 60.0
@@ -235,9 +235,9 @@ ANSWER_S = 2.0
 
 
 class StuckReport(threading.Thread):
-    """Watches how long each phase of a step takes, and reports once what each process is doing where one passes its deadline.
+    """Watches how long each phase of a step takes, and reports once what each process is doing if one passes its deadline.
 
-    The deadline is `trainer.stuck_s`; without one, ten times the longest that the phase ever took, at least a minute. Where it was
+    The deadline is `trainer.stuck_s`; without one, ten times the longest that the phase ever took, at least a minute. If it was
     never done before, it is half of the shortest time after which something would be given up.
     """
 
@@ -261,11 +261,11 @@ class StuckReport(threading.Thread):
     def run(self) -> None:
         place, since = self._status.where(), time.monotonic()
         while not self._over.wait(PHASE_LOOK_S):
-            now, seconds = self._status.where(), time.monotonic() - since
+            current_place, seconds = self._status.where(), time.monotonic() - since
             phase = place.rpartition(", ")[2]
-            if now != place:
+            if current_place != place:
                 self._longest[phase] = max(self._longest.get(phase, 0.0), seconds)
-                place, since = now, time.monotonic()
+                place, since = current_place, time.monotonic()
             elif self._status.has_begun and seconds > self.deadline(phase):
                 self.report(f"{place} goes on for {seconds:.0f} s")
 
@@ -288,7 +288,7 @@ class StuckReport(threading.Thread):
 
     def _controller(self) -> Iterator[str]:
         main, frames = threading.main_thread().ident, sys._current_frames()
-        for ident in sorted(frames, key=lambda one: one != main):
+        for ident in sorted(frames, key=lambda thread_id: thread_id != main):
             stack = stack_of(ident)
             if ident == main or any("/trainer/" in line for line in stack):
                 yield f"  controller (pid {os.getpid()}): {self._status.where()}"
@@ -296,9 +296,9 @@ class StuckReport(threading.Thread):
 
     def _workers(self) -> Iterator[str]:
         workers = [worker for worker_group in self._worker_groups for worker in list(worker_group.workers)]
-        asked = {worker.doing(): worker for worker in workers}
-        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S) if asked else ([], [])
-        for ref, worker in asked.items():
+        calls = {worker.doing(): worker for worker in workers}
+        answered, _ = ray.wait(list(calls), num_returns=len(calls), timeout=ANSWER_S) if calls else ([], [])
+        for ref, worker in calls.items():
             doing: list[Doing] | None = None
             if ref in answered:
                 try:

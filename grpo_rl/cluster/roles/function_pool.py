@@ -36,7 +36,7 @@ from grpo_rl.rewards.runtime.process import Job
 from grpo_rl.rewards.runtime.processes import Broken, Done
 
 WAIT_S = 10.0
-"""Seconds for which a host is asked what has happened, where nothing has."""
+"""Seconds for which a host is asked what has happened, if nothing has."""
 AHEAD = 256
 """Responses that a host has at most for each of its reward processes: it gets more when half of them are done."""
 FIRST_JOINED = 1000

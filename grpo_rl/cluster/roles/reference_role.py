@@ -102,40 +102,40 @@ class TeacherRole:
         if self.top is not None:
             names |= {"teacher_top_logprobs_TK": "top_logprobs_TK", "teacher_top_ids_TK": "top_ids_TK"}
         chosen = [self.teacher_of(rollout.prompt) for rollout in rollouts] or [self.teachers[0]] * batch.num_rollouts
-        found: list[dict[str, RemoteColumn]] = []
+        results: list[dict[str, RemoteColumn]] = []
         order: list[int] = []
         metrics: Metrics = {}
         for teacher in self.teachers:
-            rows = [row for row, one in enumerate(chosen) if one is teacher]
+            rows = [row for row, chosen_teacher in enumerate(chosen) if chosen_teacher is teacher]
             if not rows:
                 continue
             seen, rule = self._seen(teacher, batch, rollouts, rows)
             arguments = False, self.top, *teacher.arguments
             dispatched = Dispatched.to(teacher.worker_group, seen, rule)
-            found.append(dispatched.compute(rule, teacher.method, names, *arguments))
+            results.append(dispatched.compute(rule, teacher.method, names, *arguments))
             order += rows
             sums, counts = zip(*teacher.worker_group.call("distance"), strict=True)
             measure = "cross_entropy" if batch.rollout_logprobs_T is None else "kl"
             metrics[f"distillation/{teacher.name}/{measure}"] = sum(sums) / max(1, sum(counts))
             metrics[f"distillation/{teacher.name}/share"] = len(rows) / batch.num_rollouts
-        return batch.replace(**{name: in_order([one[name] for one in found], order) for name in names}), metrics
+        return batch.replace(**{name: in_order([result[name] for result in results], order) for name in names}), metrics
 
     def teacher_of(self, prompt: Prompt) -> Teacher:
         """Return the teacher of a prompt: of those of its data_source, else of any, one drawn by their weights and its uid."""
-        fitting = [one for one in self.teachers if one.settings.key == prompt.data_source]
-        fitting = fitting or [one for one in self.teachers if one.settings.key is None]
+        fitting = [teacher for teacher in self.teachers if teacher.settings.key == prompt.data_source]
+        fitting = fitting or [teacher for teacher in self.teachers if teacher.settings.key is None]
         if not fitting:
-            keys = ", ".join(str(one.settings.key) for one in self.teachers)
+            keys = ", ".join(str(teacher.settings.key) for teacher in self.teachers)
             raise DataError(
                 f"prompt {prompt.uid}: no teacher in distillation.teacher_models has its data_source {prompt.data_source!r} as its "
                 f"key; there are {keys}, and one without a key would teach all others"
             )
         share = int.from_bytes(sha256(prompt.uid.encode()).digest()[:8], "big") / 2**64
-        draw = share * sum(one.settings.weight for one in fitting)
-        for one in fitting:
-            draw -= one.settings.weight
+        draw = share * sum(teacher.settings.weight for teacher in fitting)
+        for teacher in fitting:
+            draw -= teacher.settings.weight
             if draw < 0:
-                return one
+                return teacher
         return fitting[-1]
 
     def _seen(
@@ -145,23 +145,30 @@ class TeacherRole:
         context, rule = teacher.settings.context, self.rule
         if context is None:
             return (batch if len(rows) == batch.num_rollouts else batch.select(list(rows))), rule
-        prompts = {(one := rollouts[row]).prompt.uid: self._with_context(context, one.prompt) for row in rows}
-        own = collate([replace(one, prompt=prompts[one.prompt.uid]) for one in (rollouts[row] for row in rows)])
+        prompts = {(rollout := rollouts[row]).prompt.uid: self._with_context(context, rollout.prompt) for row in rows}
+        teacher_batch = collate(
+            [replace(rollout, prompt=prompts[rollout.prompt.uid]) for rollout in (rollouts[row] for row in rows)]
+        )
         if rule.max_tokens is not None:
-            rule = replace(rule, max_tokens=max(rule.max_tokens, int(own.sequence_lengths_N.max())))
-        return own, rule
+            rule = replace(rule, max_tokens=max(rule.max_tokens, int(teacher_batch.sequence_lengths_N.max())))
+        return teacher_batch, rule
 
     def _with_context(self, context: str, prompt: Prompt) -> Prompt:
         """Return the prompt with the context before it: as its system message, or as text before a plain one."""
-        text = re.sub(r"\{(ground_truth|extra_info\.\w+)\}", lambda found: str(_field(prompt, found[1])), context)
-        asked: Any = text + prompt.text
+        text = re.sub(r"\{(ground_truth|extra_info\.\w+)\}", lambda match: str(_field(prompt, match[1])), context)
+        teacher_prompt: Any = text + prompt.text
         if prompt.messages is not None:
-            first, *others = prompt.messages
+            first, *later_messages = prompt.messages
             if first["role"] == "system":
                 text = f"{text}\n\n{first['content']}"
-            asked = [{"role": "system", "content": text}, *(others if first["role"] == "system" else prompt.messages)]
-        shown = self.renderer.render(asked, f"the teacher's context of prompt {prompt.uid}")
-        return replace(prompt, token_ids=np.asarray(self.renderer.tokenize([asked], [shown])[0], dtype=np.int32))
+            teacher_prompt = [
+                {"role": "system", "content": text},
+                *(later_messages if first["role"] == "system" else prompt.messages),
+            ]
+        rendered_text = self.renderer.render(teacher_prompt, f"the teacher's context of prompt {prompt.uid}")
+        return replace(
+            prompt, token_ids=np.asarray(self.renderer.tokenize([teacher_prompt], [rendered_text])[0], dtype=np.int32)
+        )
 
 
 def _field(prompt: Prompt, name: str) -> Any:
@@ -180,14 +187,14 @@ def in_order(parts: Sequence[RemoteColumn], order: Sequence[int]) -> RemoteColum
     """Return one column of columns of some rollouts each, the numbers of which are `order`."""
     if len(parts) == 1:
         return parts[0]
-    before = np.cumsum([0, *(len(part.blocks) for part in parts)])
+    block_offsets = np.cumsum([0, *(len(part.blocks) for part in parts)])
     joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ("pieces_N", "start_P", "length_P")}
-    blocks = [part.block_P + start for part, start in zip(parts, before.tolist(), strict=False)]
-    whole = replace(
+    blocks = [part.block_P + start for part, start in zip(parts, block_offsets.tolist(), strict=False)]
+    column = replace(
         parts[0],
         blocks=tuple(block for part in parts for block in part.blocks),
         block_P=np.concatenate(blocks),
         finite=all(part.finite for part in parts),
         **joined,
     )
-    return whole.select(np.argsort(np.asarray(order)))
+    return column.select(np.argsort(np.asarray(order)))

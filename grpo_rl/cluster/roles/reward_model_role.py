@@ -183,18 +183,18 @@ class ModelRewards:
         self._model = _prepare(plan, folder, tokenizer, decode) if scores else None
 
     def beside(self, rules: Rewarder | None, scorers: WorkerGroup | None, judge: ModelReward | None) -> CombinedRewarder:
-        """Rules and models as the one reward of the run, and the reward of turns where there are several."""
+        """Rules and models as the one reward of the run, and the reward of turns if there are several."""
         models: list[ModelReward] = []
         if self._model is not None:
             assert scorers is not None
             models.append(self._model(scorers))
         if judge is not None:
             models.append(judge)
-        alone = self._plan.reward.model_alone
+        model_alone = self._plan.reward.model_alone
         if not self._plan.plays_episodes:
-            return CombinedRewarder(rules, models, self._config, models_alone=alone)
+            return CombinedRewarder(rules, models, self._config, models_alone=model_alone)
         episodes, every_turn = self._plan.config.actor_rollout_ref.rollout.multi_turn, "states" in self._plan.advantage_needs
-        return EpisodeRewarder(rules, models, self._config, episodes, models_alone=alone, every_turn=every_turn)
+        return EpisodeRewarder(rules, models, self._config, episodes, models_alone=model_alone, every_turn=every_turn)
 
 
 def _prepare(plan: Plan, folder: str, tokenizer: Any, decode: Decode) -> Callable[[WorkerGroup], RewardModelRole]:
@@ -203,29 +203,29 @@ def _prepare(plan: Plan, folder: str, tokenizer: Any, decode: Decode) -> Callabl
     One that is trained may start as a causal LM. Raises ConfigError for what cannot be a reward model of this policy.
     """
     config, trained = plan.config, plan.trains_reward_model
-    own, key = config.reward.reward_model, f"reward.reward_model.model_path={config.reward.reward_model.model_path}"
-    model_config = load_score_config(folder, trust_remote_code=own.trust_remote_code, trained=trained)
-    its_tokenizer = load_tokenizer(own.tokenizer_path or folder, trust_remote_code=own.trust_remote_code)
-    rendered_by = tokenizer_for(tokenizer, its_tokenizer, own.rerender)
+    reward_model, key = config.reward.reward_model, f"reward.reward_model.model_path={config.reward.reward_model.model_path}"
+    model_config = load_score_config(folder, trust_remote_code=reward_model.trust_remote_code, trained=trained)
+    its_tokenizer = load_tokenizer(reward_model.tokenizer_path or folder, trust_remote_code=reward_model.trust_remote_code)
+    rendered_by = tokenizer_for(tokenizer, its_tokenizer, reward_model.rerender)
     if rendered_by is not None and trained:
         raise ConfigError(
             f"{key}: is trained on the policy's own tokens, and would score others, of its own tokenizer or chat template; start "
             "from a model with the policy's, or set reward.reward_model.rerender=never"
         )
     longest = config.data.max_prompt_length + config.data.max_response_length
-    limit = getattr(model_config, "max_position_embeddings", None) or own.max_token_len_per_gpu
+    limit = getattr(model_config, "max_position_embeddings", None) or reward_model.max_token_len_per_gpu
     if rendered_by is None and limit < longest:
         raise ConfigError(
             f"{key}: takes at most {limit} tokens, and a rollout may have "
             f"data.max_prompt_length + data.max_response_length = {longest}"
         )
     # A shell hands on backslash and n where a line break was meant, and so does Hydra.
-    separator = None if own.step_separator is None else own.step_separator.replace("\\n", "\n")
+    separator = None if reward_model.step_separator is None else reward_model.step_separator.replace("\\n", "\n")
     return partial(
         RewardModelRole,
         renderer=ScorableRenderer(decode, rendered_by, separator),
-        weight=own.weight,
-        pass_tokens=own.max_token_len_per_gpu,
-        max_length=min(limit, own.max_token_len_per_gpu),
+        weight=reward_model.weight,
+        pass_tokens=reward_model.max_token_len_per_gpu,
+        max_length=min(limit, reward_model.max_token_len_per_gpu),
         vocab_size=getattr(model_config, "vocab_size", None),
     )

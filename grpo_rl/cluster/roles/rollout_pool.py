@@ -62,9 +62,9 @@ class Ledger(Generic[W]):
         Replicas with `refill_below` or more get none now, so that each is sent many at a time. A request of a conversation goes
         where that was before, as long as there is room: that replica's prefix cache has what came before.
         """
-        given: dict[W, list[Request]] = {}
+        assigned_requests: dict[W, list[Request]] = {}
         below = capacity if refill_below is None else refill_below
-        hungry = [worker for worker, mine in self.in_flight.items() if len(mine) < below]
+        hungry = [worker for worker, requests in self.in_flight.items() if len(requests) < below]
         while self.waiting and hungry:
             home = self._home(self.waiting[0], capacity)
             worker = min(hungry, key=lambda w: len(self.in_flight[w])) if home is None else home
@@ -76,11 +76,11 @@ class Ledger(Generic[W]):
                     self._homes.clear()  # the next turns go anywhere, and cost a prefix each
                 self._homes[request.conversation] = worker
             self.in_flight[worker][request.request_id] = request
-            given.setdefault(worker, []).append(request)
-        return given
+            assigned_requests.setdefault(worker, []).append(request)
+        return assigned_requests
 
     def _home(self, request: Request, capacity: int) -> W | None:
-        """Return the replica that has the conversation of a request, where it has room; None otherwise."""
+        """Return the replica that has the conversation of a request, if it has room; None otherwise."""
         worker = self._homes.get(request.conversation) if request.conversation else None
         return worker if worker is not None and len(self.in_flight.get(worker, range(capacity))) < capacity else None
 
@@ -91,9 +91,9 @@ class Ledger(Generic[W]):
     def forget(self, request_ids: Collection[str]) -> None:
         """Expect no answer to these requests any more."""
         self.waiting = deque(request for request in self.waiting if request.request_id not in request_ids)
-        for mine in self.in_flight.values():
-            for request_id in mine.keys() & set(request_ids):
-                del mine[request_id]
+        for requests in self.in_flight.values():
+            for request_id in requests.keys() & set(request_ids):
+                del requests[request_id]
 
 
 OnLoss = Callable[[Worker, WorkerFailed], None]
@@ -136,17 +136,17 @@ class Transfer:
             self._connect(engines.workers)
 
     def run(self, engines: list[Worker], on_loss: OnLoss) -> int:
-        """Send every tensor to every engine; return the number of bytes of one copy, 0 where no engine is left.
+        """Send every tensor to every engine; return the number of bytes of one copy, 0 if no engine is left.
 
         The caller has the engines begin the update before and finish it after. `on_loss` is called with each that failed, and
-        takes it out of `engines`. Raises WeightTransferError, naming the tensors, where an engine received something else than
+        takes it out of `engines`. Raises WeightTransferError, naming the tensors, if an engine received something else than
         what was sent.
         """
         num_bytes = sum(self.actors.call("begin_weight_sync")[:1])
         if self.backend == "nccl" and self._connected != (self.actors.workers[0], *engines):
             self._connect(engines)
-        more, buckets = self._next()
-        while more and engines:
+        has_more, buckets = self._next()
+        while has_more and engines:
             parts: list[Any] = [buckets[0]] * len(engines)
             if self.backend == "ipc":
                 bucket = merge_ranks(ray.get(buckets, timeout=self.call_timeout_s))
@@ -156,7 +156,7 @@ class Transfer:
             following = None if self.backend == "ipc" else self._next(loading if self.backend == "nccl" else {})
             if self.backend != "nccl":
                 settle(loading, self.call_timeout_s, "rollout.load_bucket", on_loss)
-            more, buckets = following or self._next()
+            has_more, buckets = following or self._next()
         if self.verify:
             sent = self.actors.call("sent_digests")[0]
             calls = {engine: engine.call("received_digests") for engine in engines}
@@ -174,10 +174,10 @@ class Transfer:
         ranks = self.actors.workers
         pairs = [rank.call_for_two("next_bucket") for rank in ranks]
         refs = [pair[0] for pair in pairs] + list(loading.values())
-        there = wait_all(
+        results = wait_all(
             [*ranks, *loading], refs, self.actors.call_timeout_s, "weight transfer" if loading else "actor.next_bucket"
         )
-        return there[0], [pair[1] for pair in pairs]
+        return results[0], [pair[1] for pair in pairs]
 
     def _connect(self, engines: Sequence[Worker]) -> None:
         """Connect rank 0 of the actor and every process of these engines in one NCCL group, in place of the last one."""
@@ -206,17 +206,17 @@ class PoolOptions:
 
     max_num_seqs: int
     sleeps: bool
-    """True where engines give their memory back between generation and the next weight transfer."""
+    """True if engines give their memory back between generation and the next weight transfer."""
     step_timeout_s: float
     max_staleness: int | None = 0
     """The largest number of versions by which a rollout's token may be older than the engines' weights at hand-over; None
-    where the schedule looks at that."""
+    if the schedule looks at that."""
     keep_cache: bool = False
-    """True where requests keep the keys and values of the old weights after a weight update (see RolloutEngine)."""
+    """True if requests keep the keys and values of the old weights after a weight update (see RolloutEngine)."""
     partial_rollout: bool = True
-    """True where requests may live through a weight update; else those that have begun end first."""
+    """True if requests may live through a weight update; else those that have begun end first."""
     starts_asleep: bool = False
-    """True where the engines gave their memory back when they were built, and their weights with it."""
+    """True if the engines gave their memory back when they were built, and their weights with it."""
 
 
 class ReplicaPool(RequestPool):
@@ -243,7 +243,7 @@ class ReplicaPool(RequestPool):
         """The replicas that have given their memory back, and have no weights."""
         self._keeps_weights = False
         self._updates_in_flight: bool | None = None
-        """True where the engines take weights while requests are unfinished; None as long as none has said so."""
+        """True if the engines take weights while requests are unfinished; None as long as none has said so."""
         self._ledger: Ledger[Worker] = Ledger()
         self._polls: dict[ray.ObjectRef, tuple[Worker, StoredBlock]] = {}
         """The reports that are waited for, by their references, each with its replica and the block that comes with it."""
@@ -255,7 +255,7 @@ class ReplicaPool(RequestPool):
     def sync_weights(self, actor: ActorRole) -> Metrics:
         """Bring every replica to the actor's weights; nothing moves when they are already there.
 
-        Unfinished requests go on with the new weights where the engines can take weights between two steps; other
+        Unfinished requests go on with the new weights if the engines can take weights between two steps; other
         engines first end what they have begun and begin nothing meanwhile. A replica that fails on the way is
         replaced; the others get all tensors, and only replicas that have all of them serve.
         """
@@ -357,7 +357,7 @@ class ReplicaPool(RequestPool):
         super().forget(ids)
 
     def rest(self) -> None:
-        """Let the engines give their memory back, where they do that and nothing is asked for."""
+        """Let the engines give their memory back, if they do that and nothing is asked for."""
         if self.options.sleeps and not self._wanted:
             self._sleeping.update(self._settle({worker: worker.call("sleep") for worker in self.replicas.serving}, "sleep"))
 
@@ -373,9 +373,9 @@ class ReplicaPool(RequestPool):
         polled = {worker for worker, _ in self._polls.values()}
         further = self._dispatch() if top_up else {}
         self._submit({worker: further.pop(worker) for worker in polled & further.keys()})
-        for worker, mine in in_flight.items():
-            if mine and worker not in polled:
-                patience = self._patience(next(iter(mine.values())))
+        for worker, requests in in_flight.items():
+            if requests and worker not in polled:
+                patience = self._patience(next(iter(requests.values())))
                 reports, block = worker.call_for_two("report", further.get(worker, []), POLL_S, *patience)
                 self._polls[reports] = (worker, StoredBlock(block))
         if self._polls:
@@ -386,7 +386,9 @@ class ReplicaPool(RequestPool):
         news = [self._take(ref) for ref in done]
         self._quiet_s = 0.0 if any(news) else self._quiet_s + time.monotonic() - began
         if self._quiet_s > self.options.step_timeout_s:
-            waiting = ", ".join(f"{worker.name} ({len(mine)} in flight)" for worker, mine in in_flight.items() if mine)
+            waiting = ", ".join(
+                f"{worker.name} ({len(requests)} in flight)" for worker, requests in in_flight.items() if requests
+            )
             raise ClusterError(f"no response ended for {self.options.step_timeout_s:.0f} s on {waiting or 'no replica'}")
 
     def _patience(self, request: Request) -> tuple[float, int]:
@@ -417,8 +419,8 @@ class ReplicaPool(RequestPool):
         except WorkerFailed as error:
             self.replicas.failed(worker, error)
             return False
-        counting = [one for one in unpack(reports, block) if self._ledger.answered(worker, one.request_id)]
-        self._ended |= {one.request_id: one for one in counting}
+        counting = [report for report in unpack(reports, block) if self._ledger.answered(worker, report.request_id)]
+        self._ended |= {report.request_id: report for report in counting}
         return bool(counting)
 
     def _admit(self) -> None:

@@ -64,7 +64,7 @@ class Dispatched:
     ) -> Dispatched:
         """Assign the rollouts to ranks, so that each of the mini-batches is even over them, and store each rank's shard.
 
-        Where the rule shares prompts, a group's rollouts go to one rank, as far as the ranks stay even. Ranks that compute a
+        If the rule shares prompts, a group's rollouts go to one rank, as far as the ranks stay even. Ranks that compute a
         pass together get one shard for all of them.
         """
         lengths, prompts = batch.sequence_lengths_N.tolist(), _prompts(batch, rule)
@@ -80,20 +80,22 @@ class Dispatched:
     def micro_batches(self, chosen: Sequence[int], rule: MicroBatchRule) -> list[list[Rows]]:
         """Return, for each rank, the rows of its shard that make each micro-batch over the rollouts `chosen`."""
         row = {index: number for shard in self.shards for number, index in enumerate(shard)}
-        wanted = set(chosen)
-        shards = [[index for index in shard if index in wanted] for shard in self.shards]
+        chosen_set = set(chosen)
+        shards = [[index for index in shard if index in chosen_set] for shard in self.shards]
         lengths = self.batch.sequence_lengths_N.tolist()
         # A rollout that is not chosen may be longer than a micro-batch.
-        own = [length if index in wanted else 0 for index, length in enumerate(lengths)]
-        together: dict[int, list[int]] = defaultdict(list)
-        for index in wanted:
-            together[index if self.units is None else self.units[index]].append(lengths[index])
+        chosen_lengths = [length if index in chosen_set else 0 for index, length in enumerate(lengths)]
+        unit_lengths: dict[int, list[int]] = defaultdict(list)
+        for index in chosen_set:
+            unit_lengths[index if self.units is None else self.units[index]].append(lengths[index])
         # What stays together is never cut.
-        most, tokens = rule.max_rollouts, rule.max_tokens
-        most = None if most is None else max([most, *map(len, together.values())])
-        tokens = None if tokens is None else max([tokens, *map(sum, together.values())])
+        max_rollouts, max_tokens = rule.max_rollouts, rule.max_tokens
+        max_rollouts = None if max_rollouts is None else max([max_rollouts, *map(len, unit_lengths.values())])
+        max_tokens = None if max_tokens is None else max([max_tokens, *map(sum, unit_lengths.values())])
         prompts = _prompts(self.batch, rule)
-        cut = cut_shards(shards, own, max_tokens=tokens, max_rollouts=most, units=self.units, prompts=prompts)
+        cut = cut_shards(
+            shards, chosen_lengths, max_tokens=max_tokens, max_rollouts=max_rollouts, units=self.units, prompts=prompts
+        )
         return [[tuple(row[index] for index in indices) for indices in rank] for rank in cut]
 
     def compute(self, rule: MicroBatchRule, method: str, names: Mapping[str, str], *arguments: Any) -> dict[str, RemoteColumn]:
@@ -104,10 +106,10 @@ class Dispatched:
         lengths_N = self.batch.trained_lengths_N
         planned = self.micro_batches((lengths_N > 0).nonzero()[:, 0].tolist(), rule)
         orders = [[shard[row] for rows in rank for row in rows] for shard, rank in zip(self.shards, planned, strict=True)]
-        asked = [(stored, rank, *arguments) for stored, rank in zip(self.stored, planned, strict=True)]
-        results = self.ranks.call_for_two(method, _for_every_rank(asked, rule))[:: rule.sequence_ranks]
-        finite, blocks = all(one for one, _ in results), [block for _, block in results]
-        return {ours: RemoteColumn.of_results(name, blocks, orders, lengths_N, finite=finite) for ours, name in names.items()}
+        shard_arguments = [(stored, rank, *arguments) for stored, rank in zip(self.stored, planned, strict=True)]
+        results = self.ranks.call_for_two(method, _for_every_rank(shard_arguments, rule))[:: rule.sequence_ranks]
+        finite, blocks = all(is_finite for is_finite, _ in results), [block for _, block in results]
+        return {key: RemoteColumn.of_results(name, blocks, orders, lengths_N, finite=finite) for key, name in names.items()}
 
     def update(
         self,
@@ -137,11 +139,11 @@ class Dispatched:
             # A rollout without a trained token has no gradient: its pass is saved.
             indices = [index for index in mini_batch if alive_N[index]]
             planned = self.micro_batches([index for index in indices if not forward_only[index]], rule)
-            others = [index for index in indices if forward_only[index]]
-            without_backward = self.micro_batches(others, rule) if others else [[] for _ in steps]
-            for own, shard, rows, more in zip(steps, self.shards, planned, without_backward, strict=True):
+            forward_indices = [index for index in indices if forward_only[index]]
+            without_backward = self.micro_batches(forward_indices, rule) if forward_indices else [[] for _ in steps]
+            for rank_steps, shard, rows, forward_rows in zip(steps, self.shards, planned, without_backward, strict=True):
                 selected_T = None if selected is None else selected[number][batch.token_index(shard)]
-                own.append(OptimizerStep(counts[number], tuple(rows), tuple(more), entropy_coeff, selected_T))
+                rank_steps.append(OptimizerStep(counts[number], tuple(rows), tuple(forward_rows), entropy_coeff, selected_T))
         arguments = list(zip(self.stored, self._updates(batch, names, steps), strict=True))
         method = "update" if whole is None else "forward_backward"
         results = self.ranks.call_each(method, _for_every_rank(arguments, rule))[:: rule.sequence_ranks]
@@ -171,7 +173,7 @@ def _prompts(batch: Batch, rule: MicroBatchRule) -> Prompts | None:
 
 def _for_every_rank(arguments: Sequence[tuple[Any, ...]], rule: MicroBatchRule) -> list[tuple[Any, ...]]:
     """Return the arguments of every rank from those of every shard: ranks that compute a pass together have the same shard."""
-    return [one for one in arguments for _ in range(rule.sequence_ranks)]
+    return [shard_arguments for shard_arguments in arguments for _ in range(rule.sequence_ranks)]
 
 
 def mini_batches(batch: Batch, num_groups: int, seeds: Sequence[int | None]) -> list[list[int]]:
@@ -197,11 +199,11 @@ def combine_stats(results: Sequence[Sequence[dict[str, float]]], counts: Sequenc
     """
     per_step: dict[str, list[float]] = defaultdict(list)
     for step, step_counts in enumerate(counts):
-        found: dict[str, list[float]] = defaultdict(list)
+        rank_values: dict[str, list[float]] = defaultdict(list)
         for rank in results:
             for key, value in rank[step].items():
-                found[key].append(value)
-        for key, parts in found.items():
+                rank_values[key].append(value)
+        for key, parts in rank_values.items():
             prefix = key.partition("/")[0]
             total = parts[0] if prefix == "same" else max(parts) if prefix == "max" else sum(parts)
             per_step[key].append(total / max(1, step_counts.num_tokens) if prefix == "sum" else total)
@@ -239,8 +241,8 @@ class SavedRole:
         """Write the present state, or begin to, beside the training."""
         if self.folder:
             make_folder(folder / self.folder)
-        own = ({self.own_file: json.dumps(self.own_state())},) if self.own_file else ()
-        self.worker_group.call("save", str(folder / self.folder), in_background, *own)
+        state_files = ({self.own_file: json.dumps(self.own_state())},) if self.own_file else ()
+        self.worker_group.call("save", str(folder / self.folder), in_background, *state_files)
 
     def saved(self, wait_s: float) -> Files | None:
         """Return what the last `save` has written; None when it has not ended within `wait_s`.
@@ -346,7 +348,7 @@ class ActorRole(TrainedRole):
     def old_logprobs(self, batch: Batch) -> Batch:
         """Return the batch with `old_logprobs_T`, if something reads them.
 
-        Where the plan has none there is one update per batch, and the policy has not moved: the ratio is exactly 1.
+        If the plan has none there is one update per batch, and the policy has not moved: the ratio is exactly 1.
         """
         if self.old_from == "none":
             return batch

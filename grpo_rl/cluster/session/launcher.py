@@ -1,6 +1,6 @@
 """The launcher: the process that a user started, from the moment at which a run begins. Its only child is the run's controller.
 
-It passes signals on, says how the controller ended where that could not say so itself (Ray ends a process whose raylet has gone,
+It passes signals on, says how the controller ended if that could not say so itself (Ray ends a process whose raylet has gone,
 the kernel one that takes too much memory), and ends and removes what is left. All processes of a session inherit the environment
 variable GRPO_SESSION with the session's own random token, so that they are found among all others, whatever group or parent they
 have; the controller itself was forked and shows no such variable. If the launcher is killed, the controller gets SIGTERM.
@@ -170,11 +170,11 @@ def _explained(code: int, controller: int, session: Session, num_oom_kills: int)
 
 def processes(token: str) -> Iterator[int]:
     """Yield the ids of all processes of the session with this token, zombies left out."""
-    wanted = f"{TOKEN}={token}".encode()
+    token_variable = f"{TOKEN}={token}".encode()
     for entry in os.scandir("/proc"):
         if entry.name.isdecimal() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):  # ended, or another user's
-                if wanted in Path(entry.path, "environ").read_bytes().split(b"\0"):
+                if token_variable in Path(entry.path, "environ").read_bytes().split(b"\0"):
                     yield int(entry.name)
 
 

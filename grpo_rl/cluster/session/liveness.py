@@ -1,6 +1,6 @@
 """The check that the Ray cluster is there, made before Ray connects and all the time while a run uses it; and access to it.
 
-Ray itself waits for a minute, in silence, where nothing listens, and a driver whose raylet has gone never ends. So a
+Ray itself waits for a minute, in silence, if nothing listens, and a driver whose raylet has gone never ends. So a
 thread connects to the head and the raylet every LOOK_S; one that takes no connection for longer than a patience is
 lost. Only processes that have a cluster's token are answered. If Ray itself ends this process before, the launcher says so.
 """
@@ -37,20 +37,20 @@ _HOST_PORT = re.compile(r"(?:ray://)?\[?([^\[\]/]+?)\]?:(\d+)$")
 
 
 def refuse_unreachable(address: str) -> None:
-    """Raise ClusterError where nothing listens at `address`, or what does asks for another token: Ray itself would try for 20 s.
+    """Raise ClusterError if nothing listens at `address`, or what does asks for another token: Ray itself would try for 20 s.
 
     Words such as `auto` are for Ray to look up.
     """
-    found = _HOST_PORT.match(address)
-    if found is None:
+    match = _HOST_PORT.match(address)
+    if match is None:
         return
-    reason = unanswered((found[1], int(found[2])))
+    reason = unanswered((match[1], int(match[2])))
     if reason is not None:
         raise ClusterError(
             f"no Ray cluster at {address}: {reason}; start it (ray start --head), or mend ray_kwargs.ray_init.address "
             "or the variable RAY_ADDRESS"
         )
-    if refuses_our_token(f"{found[1]}:{found[2]}"):
+    if refuses_our_token(f"{match[1]}:{match[2]}"):
         raise wrong_token(f"the cluster at {address}")
 
 
@@ -60,12 +60,12 @@ def why_not_connected(address: str | None, error: Exception) -> ClusterError:
     where = f"the cluster at {address}" if address else "a local Ray"
     versions = re.findall(r"Ray: (\S+)\s+Python: (\S+)", text)
     if "Version mismatch" in text and len(versions) == 2:
-        (theirs, their_python), (ours, our_python) = versions
-        remedy = f'uv pip install --python {sys.executable} "ray=={theirs}"'
-        if theirs == ours:
+        (their_ray, their_python), (our_ray, our_python) = versions
+        remedy = f'uv pip install --python {sys.executable} "ray=={their_ray}"'
+        if their_ray == our_ray:
             remedy = f"bash scripts/setup.sh with a Python {their_python}"
         return ClusterError(
-            f"{where} runs Ray {theirs} on Python {their_python}, this process Ray {ours} on Python {our_python}: {remedy}"
+            f"{where} runs Ray {their_ray} on Python {their_python}, this process Ray {our_ray} on Python {our_python}: {remedy}"
         )
     if address and any("token" in str(cause).lower() for cause in _causes(error)):
         return wrong_token(where)
@@ -94,7 +94,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def unanswered(address: tuple[str, int] | str) -> str | None:
-    """Return why no connection is taken at a host and port, or at the path of a Unix socket; None where one is."""
+    """Return why no connection is taken at a host and port, or at the path of a Unix socket; None if one is."""
     family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
     try:
         if isinstance(address, str):
@@ -181,7 +181,7 @@ def _refusal(address: str, headers: Mapping[str, str]) -> Any:
 
 def answers_without_token(address: str) -> bool:
     """Return whether the cluster at `address` (host:port) answers without a token, and so runs any process's code."""
-    # Where nothing listens the connection itself will show it.
+    # If nothing listens the connection itself will show it.
     return _refusal(address, {}) is None
 
 

@@ -132,12 +132,12 @@ class Connection(threading.Thread):
         self._watches: list[liveness.ClusterWatch] = []
         self._error: BaseException | None = None
         self._is_ours = False
-        """True where Ray was started or connected here: one that was there before in this process is left as it is."""
+        """True if Ray was started or connected here: one that was there before in this process is left as it is."""
         self._tried = threading.Event()
 
     @property
     def is_local(self) -> bool:
-        """True where Ray is started here, for this run alone."""
+        """True if Ray is started here, for this run alone."""
         return not self._address
 
     def run(self) -> None:
@@ -168,8 +168,8 @@ class Connection(threading.Thread):
     def close(self) -> None:
         """Disconnect from Ray. A local one ends with the session."""
         self._tried.wait(START_S)
-        for each in self._watches:
-            each.close()
+        for watch in self._watches:
+            watch.close()
         if self._is_ours:
             import ray
 
@@ -274,8 +274,8 @@ def watched(record: Path | None = None) -> Iterator[Path]:
     if record is not None:
         (session.folder / launcher.RUN).symlink_to(record.parent.resolve())
         controller = {"pid": os.getpid(), "started": started(os.getpid()), "host": socket.gethostname()}
-        found = {"token": session.token, "folder": str(session.folder)} | controller
-        record.write_text(json.dumps(found))
+        record_fields = {"token": session.token, "folder": str(session.folder)} | controller
+        record.write_text(json.dumps(record_fields))
     cleaner = None if launcher.current else _cleaner(session)
     variables = {launcher.TOKEN: session.token, SESSION_FOLDER: str(session.folder)}
     earlier = {name: os.environ.get(name) for name in variables}
@@ -317,9 +317,9 @@ def clean_earlier(record: Path) -> list[int]:
     A run whose controller is alive is left alone: this is a copy of its folder.
     """
     try:
-        found = read_json(record)
-        session, host = Session(str(found["token"]), Path(found["folder"])), found["host"]
-        is_running = started(int(found["pid"])) == found["started"]
+        record_fields = read_json(record)
+        session, host = Session(str(record_fields["token"]), Path(record_fields["folder"])), record_fields["host"]
+        is_running = started(int(record_fields["pid"])) == record_fields["started"]
     except (DataError, KeyError, TypeError, ValueError):
         return []
     if host != socket.gethostname() or len(session.token) != 32 or is_running:
@@ -330,10 +330,10 @@ def clean_earlier(record: Path) -> list[int]:
 
 
 def store_bytes(free: float, total: float, shared: float) -> int:
-    """Return the size of the object store where `free` bytes of memory and `shared` bytes of /dev/shm are free.
+    """Return the size of the object store if `free` bytes of memory and `shared` bytes of /dev/shm are free.
 
     The store takes memory for what is in it and no more, so that room costs nothing. What has no room is written to disk, and
-    a step over 65 million tokens is 0.8 GB of ids and log-probs alone. Where /dev/shm is small Ray puts the store into files.
+    a step over 65 million tokens is 0.8 GB of ids and log-probs alone. If /dev/shm is small Ray puts the store into files.
     """
-    most = min(0.3 * min(free, total), 0.8 * shared)
-    return max(LEAST_STORE_BYTES, int(most))
+    max_bytes = min(0.3 * min(free, total), 0.8 * shared)
+    return max(LEAST_STORE_BYTES, int(max_bytes))

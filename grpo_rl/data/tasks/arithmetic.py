@@ -138,10 +138,10 @@ def _draw_new(rng: random.Random, forms: list[Form], split: str, seen: set[Probl
 
 
 def _draw(rng: random.Random, form: Form) -> Problem:
-    left, right = _operand(rng, form.left_digits), _operand(rng, form.right_digits)
-    if form.operation == "-" and left < right:
-        left, right = right, left
-    return Problem(left, form.operation, right)
+    first, right = _operand(rng, form.left_digits), _operand(rng, form.right_digits)
+    if form.operation == "-" and first < right:
+        first, right = right, first
+    return Problem(first, form.operation, right)
 
 
 def _operand(rng: random.Random, digits: int) -> int:
@@ -184,16 +184,16 @@ def rated_sums(
         rng = random.Random(f"rated_sums:{seed}:{index}")
         low, high = 10 ** (digits - 1), 10**digits - 1
         while True:
-            left, right = rng.randint(low, high), rng.randint(low, high)
-            if split_of_text("+".join(map(str, sorted((left, right))))) == split:
+            first, right = rng.randint(low, high), rng.randint(low, high)
+            if split_of_text("+".join(map(str, sorted((first, right))))) == split:
                 break
-        steps = written_steps(left, right)
+        steps = written_steps(first, right)
         bad = rng.randrange(digits) if rng.random() < errors else None
         if bad is not None:
             steps = [*steps[:bad], spoilt(steps[bad])]
         forgets = [rng.random() < forgotten_carries for _ in range(digits)]
-        extra_info = {"index": index, "demonstration": "\n".join(written_steps(left, right, forgets))}
-        row = row_of("rated_sums", f"{left}+{right}=", "\n".join(written_steps(left, right)), extra_info)
+        extra_info = {"index": index, "demonstration": "\n".join(written_steps(first, right, forgets))}
+        row = row_of("rated_sums", f"{first}+{right}=", "\n".join(written_steps(first, right)), extra_info)
         return {**row, "completions": steps, "labels": [number != bad for number in range(len(steps))]}
 
     return LazyRows(num_rows, make)

@@ -152,8 +152,8 @@ def tokenized_pair(texts: PairTexts, renderer: Renderer, where: str, sampled: Se
 
     Raises BadRow for a prompt without any, and for two equal answers.
     """
-    asked, *answers, margin = texts
-    prompt_ids, made = _tokens(asked, answers, renderer, where)
+    prompt, *answers, margin = texts
+    prompt_ids, made = _tokens(prompt, answers, renderer, where)
     ids = [renderer.sampled(ids, answer) for ids, answer in zip(sampled, answers, strict=True)]
     chosen_ids, rejected_ids = (
         made_ids if sampled_ids is None else np.asarray(sampled_ids, np.int32)
@@ -225,8 +225,8 @@ class LabelledSet(TrainingSet[Labelled]):
         return len(row.prompt_ids) + len(row.answer_ids)
 
     def _tokenized(self, row: dict[str, Any], where: str) -> Labelled:
-        asked, text, label = labelled_texts(row, where, self.config)
-        prompt_ids, (answer_ids,) = _tokens(asked, [text], self.renderer, where)
+        prompt, text, label = labelled_texts(row, where, self.config)
+        prompt_ids, (answer_ids,) = _tokens(prompt, [text], self.renderer, where)
         return Labelled(prompt_ids, answer_ids, label)
 
 

@@ -92,8 +92,8 @@ def tokenized_steps(texts: RatedTexts, renderer: Renderer, separator: str, where
     A step ends with the token of its last character, the separator's after it included, as a reward model reads the steps of
     a response (`rewards/models/rendering.py`). Raises BadRow for two steps that end in one token.
     """
-    asked, steps, labels = texts
-    (prompt_ids,) = renderer.tokenize([asked], [renderer.render(asked, where)])
+    prompt, steps, labels = texts
+    (prompt_ids,) = renderer.tokenize([prompt], [renderer.render(prompt, where)])
     words = renderer.words
     text, ends = "", []
     for step in steps:

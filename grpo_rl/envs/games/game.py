@@ -46,18 +46,18 @@ class MoveResult:
     """A game's answer to a move."""
 
     text: str = ""
-    """The text that the policy reads; empty where the game is over."""
+    """The text that the policy reads; empty if the game is over."""
     solved: bool = False
     progress: float = 0.0
-    """The state of the game, or the quality of the move, from 0 to 1, where it is not solved."""
+    """The state of the game, or the quality of the move, from 0 to 1, if it is not solved."""
     malformed: bool = False
-    """True where the move could not be read: it costs its turn."""
+    """True if the move could not be read: it costs its turn."""
 
 
 class Game(ABC):
     """A game of one player: a turn is a move, and an episode ends when it is solved or its turns are used up.
 
-    An episode is worth 1 where it is solved, and `partial` times the mean progress of its turns where it is not. `rewards=end` gives
+    An episode is worth 1 if it is solved, and `partial` times the mean progress of its turns if it is not. `rewards=end` gives
     that to the last turn; `rewards=turns` gives each turn its share of `partial` and the solving one the rest, which has the same sum.
     """
 
@@ -74,7 +74,7 @@ class Game(ABC):
         self._worth = 0.0
 
     async def reset(self, start: Start) -> Observation:
-        """Read the row. Its prompt is the whole question. Raises ValueError where it is no row of this game."""
+        """Read the row. Its prompt is the whole question. Raises ValueError if it is no row of this game."""
         try:
             self.begin(start)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -104,7 +104,7 @@ class Game(ABC):
         """Release nothing: a game is an object of its own."""
 
     def state(self) -> str | None:
-        """Return the state of the game, where it is another than what the last answer says: see `Observation.state`."""
+        """Return the state of the game, if it is another than what the last answer says: see `Observation.state`."""
         return None
 
     @abstractmethod

@@ -151,7 +151,7 @@ class EnvironmentPool:
 
     def end(self, episode: str) -> None:
         """Close an episode, wherever it is; no event comes for it any more."""
-        self._waiting = deque(one for one in self._waiting if one[0] != episode)
+        self._waiting = deque(entry for entry in self._waiting if entry[0] != episode)
         process = self._place.pop(episode, None)
         if process is None:
             return
@@ -164,26 +164,26 @@ class EnvironmentPool:
     def events(self, wait_s: float = 0.0) -> list[Event]:
         """Return what has happened, after waiting up to `wait_s` for the first event.
 
-        Raises ClusterError where processes cannot be started.
+        Raises ClusterError if processes cannot be started.
         """
         until = time.monotonic() + wait_s
-        found: list[Event] = []
+        events: list[Event] = []
         while True:
-            found += self._past_deadlines()
-            now = time.monotonic()
-            deadline = min((asked.deadline for asked in self._asked.values()), default=until)
-            left = max(0.0, min(until, deadline) - now)
+            events += self._past_deadlines()
+            current_time = time.monotonic()
+            deadline = min((work.deadline for work in self._asked.values()), default=until)
+            seconds_left = max(0.0, min(until, deadline) - current_time)
             with contextlib.suppress(queue.Empty):
-                arrived = self._inbox.get(timeout=left) if left and not found else self._inbox.get_nowait()
+                arrived = self._inbox.get(timeout=seconds_left) if seconds_left and not events else self._inbox.get_nowait()
                 while True:
                     process, message = arrived
                     if process is not None:
-                        found += self._ended(process) if message is None else self._read(process, message)
+                        events += self._ended(process) if message is None else self._read(process, message)
                     elif message is not None:
                         getattr(self, message[0])(*message[1])
                     arrived = self._inbox.get_nowait()
-            if found or now >= until:
-                return found
+            if events or current_time >= until:
+                return events
 
     def close(self) -> None:
         """Kill the processes; what is pending is given up."""
@@ -202,14 +202,14 @@ class EnvironmentPool:
 
     def _note(self, process: EnvironmentProcess, episode: str, op: Op, limit_s: float) -> int:
         """Take note of a piece of work and its deadline; return its serial number."""
-        serial, now = next(self._serials), time.monotonic()
-        self._asked[serial] = _Asked(episode, process, now, op, now + limit_s)
+        serial, start_time = next(self._serials), time.monotonic()
+        self._asked[serial] = _Asked(episode, process, start_time, op, start_time + limit_s)
         return serial
 
     def _admit(self) -> None:
         """Give waiting episodes to the processes with the fewest, once all are ready: the first one would get all of them."""
         while self._waiting and all(process.is_ready for process in self._processes):
-            process = min(self._processes, key=lambda one: len(one.episodes))
+            process = min(self._processes, key=lambda candidate: len(candidate.episodes))
             if len(process.episodes) >= self.max_episodes:
                 return
             episode, start = self._waiting.popleft()
@@ -233,38 +233,38 @@ class EnvironmentPool:
             self._forget_work(process)
             self._admit()
             return []
-        asked = self._asked.get(message["serial"])
-        if asked is None:
+        work = self._asked.get(message["serial"])
+        if work is None:
             return []
         if "heard" in message:
-            asked.heard, asked.deadline = True, time.monotonic() + self.step_timeout_s
+            work.heard, work.deadline = True, time.monotonic() + self.step_timeout_s
             return []
         del self._asked[message["serial"]]
         if "stuck" in message:
             self._retire(process)
-        elif asked.op == "close":
+        elif work.op == "close":
             self._end_empty()
-        if asked.op == "close":
+        if work.op == "close":
             return []
-        del self._serial_of[asked.episode]
-        seconds = time.monotonic() - asked.began
+        del self._serial_of[work.episode]
+        seconds = time.monotonic() - work.began
         if "failed" in message:
-            return [Event(asked.episode, "failed", cause=message["failed"], seconds=seconds)]
-        return [Event(asked.episode, "answered", message["answer"], seconds=seconds)]
+            return [Event(work.episode, "failed", cause=message["failed"], seconds=seconds)]
+        return [Event(work.episode, "answered", message["answer"], seconds=seconds)]
 
     def _forget_work(self, process: EnvironmentProcess) -> None:
-        for serial in [serial for serial, asked in self._asked.items() if asked.process is process]:
-            asked = self._asked.pop(serial)
-            if self._serial_of.get(asked.episode) == serial:
-                del self._serial_of[asked.episode]
+        for serial in [serial for serial, work in self._asked.items() if work.process is process]:
+            work = self._asked.pop(serial)
+            if self._serial_of.get(work.episode) == serial:
+                del self._serial_of[work.episode]
 
     # ---- deadlines and losses --------------------------------------------------------------------------------
 
     def _past_deadlines(self) -> list[Event]:
         """Return the events of answers that are late; a process that does not close an episode gets no other, or is killed."""
-        found: list[Event] = []
-        now = time.monotonic()
-        for serial, late in [(serial, asked) for serial, asked in self._asked.items() if asked.deadline <= now]:
+        events: list[Event] = []
+        current_time = time.monotonic()
+        for serial, late in [(serial, work) for serial, work in self._asked.items() if work.deadline <= current_time]:
             if late.op == "start":
                 late.process.child.kill()
                 raise ClusterError(f"an environment process did not start within {START_S:g} s; {late.process.obituary()}")
@@ -272,12 +272,12 @@ class EnvironmentPool:
             if late.op != "close":
                 del self._serial_of[late.episode]
                 cause = f"no answer within step_timeout_s={self.step_timeout_s:g}"
-                found.append(Event(late.episode, "timeout", cause=cause, seconds=now - late.began))
+                events.append(Event(late.episode, "timeout", cause=cause, seconds=current_time - late.began))
             elif late.heard:
                 self._retire(late.process)
             else:
                 late.process.child.kill()
-        return found
+        return events
 
     def _retire(self, process: EnvironmentProcess) -> None:
         """Give a process no further episodes, and start another in its place."""
@@ -288,8 +288,8 @@ class EnvironmentPool:
 
     def _end_empty(self) -> None:
         """Kill the retired processes that have no episode left, and none to close."""
-        busy = {asked.process for asked in self._asked.values()}
-        for process in [one for one in self._retired if not one.episodes and one not in busy]:
+        busy = {work.process for work in self._asked.values()}
+        for process in [candidate for candidate in self._retired if not candidate.episodes and candidate not in busy]:
             self._retired.remove(process)
             process.child.kill()
 

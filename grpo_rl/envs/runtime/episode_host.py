@@ -47,7 +47,7 @@ class HostSetup:
     def read(values: Mapping[str, Any]) -> HostSetup:
         """Return the setup that `dataclasses.asdict` made plain values of."""
         environment = values["environment"]
-        tools = tuple(Named(**one) for one in values["tools"])
+        tools = tuple(Named(**entry) for entry in values["tools"])
         return HostSetup(**{**values, "environment": None if environment is None else Named(**environment), "tools": tools})
 
 
@@ -76,13 +76,13 @@ class EpisodeHost:
         return _plain(Observation() if self.environment is None else await _result(self.environment.reset, start))
 
     async def step(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer an assistant turn: by its tool calls where it has some, else by the environment; without one it was the last.
+        """Answer an assistant turn: by its tool calls if it has some, else by the environment; without one it was the last.
 
         A turn that was cut off, or that is the last one allowed, calls no tools.
         """
-        own = dict(values)
-        is_last, token_ids = own.pop("is_last"), np.asarray(own.pop("token_ids"), dtype=np.int32)
-        turn = Turn(**own, token_ids=token_ids)
+        turn_fields = dict(values)
+        is_last, token_ids = turn_fields.pop("is_last"), np.asarray(turn_fields.pop("token_ids"), dtype=np.int32)
+        turn = Turn(**turn_fields, token_ids=token_ids)
         if self.tools:
             calls, malformed = parse(self.setup.format, turn.raw_text)
             turn = replace(turn, tool_calls=calls, malformed=malformed)
@@ -195,7 +195,7 @@ def checked(message: Any) -> Message:
 
 
 def cut(text: str, length: int, side: str) -> str:
-    """Return a text of at most `length` characters of the given one, with a mark where some are left out (as verl does)."""
+    """Return a text of at most `length` characters of the given one, with a mark if some are left out (as verl does)."""
     if len(text) <= length:
         return text
     if side == "left":
@@ -236,8 +236,8 @@ class Episodes:
         name = message["id"]
         if message["op"] == "close":
             self._send(message, heard=True)
-        before = self._threads.get(name)
-        self._threads[name] = threading.Thread(target=self._answer, args=(message, before), daemon=True)
+        previous_thread = self._threads.get(name)
+        self._threads[name] = threading.Thread(target=self._answer, args=(message, previous_thread), daemon=True)
         self._threads[name].start()
 
     def _answer(self, message: dict[str, Any], before: threading.Thread | None) -> None:

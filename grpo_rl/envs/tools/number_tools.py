@@ -69,9 +69,11 @@ class CheckAnswer(SimpleTool):
 
     async def begin(self, start: Start) -> None:
         """Keep the row's ground truth."""
-        given = [one.get("create_kwargs") or {} for one in (start.extra_info.get("tools_kwargs") or {}).values() if one]
-        own = [one["ground_truth"] for one in given if "ground_truth" in one]
-        self._source, self._right = start.data_source, str(own[0] if own else start.ground_truth)
+        tool_options = [
+            entry.get("create_kwargs") or {} for entry in (start.extra_info.get("tools_kwargs") or {}).values() if entry
+        ]
+        ground_truths = [options["ground_truth"] for options in tool_options if "ground_truth" in options]
+        self._source, self._right = start.data_source, str(ground_truths[0] if ground_truths else start.ground_truth)
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
         answer = str(arguments.get("answer", ""))

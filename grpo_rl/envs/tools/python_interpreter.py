@@ -124,17 +124,17 @@ class PythonInterpreter(SimpleTool):
             await asyncio.to_thread(sandbox.close)
 
     def _started(self) -> tuple[Sandbox, socket.socket]:
-        """Return a sandbox whose program waits for cells, and the line to it. Raises SandboxUnavailable where there can be none."""
-        ours, theirs = socket.socketpair()
+        """Return a sandbox whose program waits for cells, and the line to it. Raises SandboxUnavailable if there can be none."""
+        parent_socket, child_socket = socket.socketpair()
         try:
-            sandbox = Sandbox(LOOP, self._limits, theirs)
+            sandbox = Sandbox(LOOP, self._limits, child_socket)
         except BaseException:
-            ours.close()
+            parent_socket.close()
             raise
         sandbox.begin(Case(), self._limits.time_s)
-        ours.setblocking(False)
-        ours.send(self._max_characters.to_bytes(4, "little"))
-        return sandbox, ours
+        parent_socket.setblocking(False)
+        parent_socket.send(self._max_characters.to_bytes(4, "little"))
+        return sandbox, parent_socket
 
     async def _run(self, code: str) -> tuple[bool, str]:
         """Return whether a cell failed, and what it printed. What comes is hostile: it is bounded, and nothing but text."""

@@ -31,11 +31,11 @@ class Index:
         self._scores.index(self._words(self.texts), show_progress=False)
 
     def best(self, query: str, number: int) -> list[tuple[str, str]]:
-        """Return up to `number` passages as (name, text), best first; none where no word of the query is in any."""
-        found, scores = self._scores.retrieve(
+        """Return up to `number` passages as (name, text), best first; none if no word of the query is in any."""
+        indices, scores = self._scores.retrieve(
             self._words([query]), k=min(number, len(self.texts)), show_progress=False, backend_selection="numpy"
         )
-        return [(self.names[int(n)], self.texts[int(n)]) for n, score in zip(found[0], scores[0], strict=True) if score > 0]
+        return [(self.names[int(n)], self.texts[int(n)]) for n, score in zip(indices[0], scores[0], strict=True) if score > 0]
 
     def _words(self, texts: list[str]) -> Any:
         return self._bm25s.tokenize(texts, stopwords="en", show_progress=False, return_ids=False)
@@ -43,18 +43,18 @@ class Index:
 
 @lru_cache(maxsize=4)
 def index_of(folder: str) -> Index:
-    """Return the index of a folder, which is read once in each process. Raises ConfigError where it has no texts."""
+    """Return the index of a folder, which is read once in each process. Raises ConfigError if it has no texts."""
     return Index(passages_of(Path(folder)))
 
 
 def passages_of(folder: Path) -> dict[str, str]:
     """Return the paragraphs of all .txt and .md files below the folder, by file and number, in the order of their names.
 
-    Raises ConfigError where the folder is not there, has no text, or has a file that is no UTF-8 text or larger than 16 MiB.
+    Raises ConfigError if the folder is not there, has no text, or has a file that is no UTF-8 text or larger than 16 MiB.
     """
     if not folder.is_dir():
         raise ConfigError(f"tool search: folder={folder} is no folder")
-    found: dict[str, str] = {}
+    passages: dict[str, str] = {}
     for file in sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file()):
         name = file.relative_to(folder).as_posix()
         if file.stat().st_size > LARGEST_FILE:
@@ -64,10 +64,10 @@ def passages_of(folder: Path) -> dict[str, str]:
         except UnicodeDecodeError as error:
             raise ConfigError(f"tool search: {file} is no UTF-8 text: {error}") from error
         for number, paragraph in enumerate(paragraphs):
-            found[name if len(paragraphs) == 1 else f"{name}#{number + 1}"] = paragraph
-    if not found:
+            passages[name if len(paragraphs) == 1 else f"{name}#{number + 1}"] = paragraph
+    if not passages:
         raise ConfigError(f"tool search: folder={folder} has no {' or '.join(SUFFIXES)} file with text in it")
-    return found
+    return passages
 
 
 class Search(SimpleTool):
@@ -93,7 +93,7 @@ class Search(SimpleTool):
 
     def _found(self, query: str) -> str:
         """Return the best passages for one query, each with its name."""
-        found = self._index.best(query, self._top_k)
-        if not found:
+        passages = self._index.best(query, self._top_k)
+        if not passages:
             return "No passage has any of these words."
-        return "\n\n".join(f"[{name}] {text[: self._max_characters]}" for name, text in found)
+        return "\n\n".join(f"[{name}] {text[: self._max_characters]}" for name, text in passages)

@@ -58,10 +58,10 @@ def compare(gold: str, answer: str) -> bool | None:
 
     `1,200` as the gold is 1200, which the list `1, 200` is not; as an answer it is either.
     """
-    one, other = squeezed(gold), squeezed(answer)
-    if "nan" in (one.casefold(), other.casefold()):
+    squeezed_gold, squeezed_answer = squeezed(gold), squeezed(answer)
+    if "nan" in (squeezed_gold.casefold(), squeezed_answer.casefold()):
         return False
-    if one == other:
+    if squeezed_gold == squeezed_answer:
         return True
     if len(gold) > MAX_TEXT or len(answer) > MAX_TEXT:
         return None
@@ -173,24 +173,22 @@ def _expression(parts: Tokens, text: str) -> MathAnswer:
 
 def _equation(sides: MathAnswer) -> MathAnswer:
     """A definition, also `5 = x` and `(p, q) = (3, 2)`; of `17 * 23 = 391` the last number; else an equation, whose sides do not matter."""
-    left, right = sides.parts
-    if len(left.value) == 1 and len(right.value) > 1 and _is_name(right.spelling):
-        left, right = right, left
-    size = max(len(left.value), len(right.value))
-    pairs = [
-        (left.value[k % len(left.value)], right.value[k % len(right.value)]) for k in range(size) if left.value and right.value
-    ]
+    lhs, rhs = sides.parts
+    if len(lhs.value) == 1 and len(rhs.value) > 1 and _is_name(rhs.spelling):
+        lhs, rhs = rhs, lhs
+    size = max(len(lhs.value), len(rhs.value))
+    pairs = [(lhs.value[k % len(lhs.value)], rhs.value[k % len(rhs.value)]) for k in range(size) if lhs.value and rhs.value]
     # Of sides with a variable, where everything is exact.
     is_exact = size > 1 and all(isinstance(a, Fraction) and isinstance(b, Fraction) for a, b in pairs)
     sides = replace(sides, value=tuple(a - b for a, b in pairs) if is_exact else ())
-    if _is_name(left.spelling):
-        return replace(sides, kind="solution", parts=(right,), names=(left.spelling,))
-    if _rounds_to(left, right):
-        return right
-    names = tuple(part.spelling for part in left.parts)
-    are_pairs = left.kind == right.kind == "tuple" and left.marks == right.marks == "()"
-    if are_pairs and len(set(names)) == len(names) == len(right.parts) and all(map(_is_name, names)):
-        return replace(sides, kind="solution", parts=right.parts, names=names, marks="()")
+    if _is_name(lhs.spelling):
+        return replace(sides, kind="solution", parts=(rhs,), names=(lhs.spelling,))
+    if _rounds_to(lhs, rhs):
+        return rhs
+    names = tuple(part.spelling for part in lhs.parts)
+    are_pairs = lhs.kind == rhs.kind == "tuple" and lhs.marks == rhs.marks == "()"
+    if are_pairs and len(set(names)) == len(names) == len(rhs.parts) and all(map(_is_name, names)):
+        return replace(sides, kind="solution", parts=rhs.parts, names=names, marks="()")
     return replace(sides, parts=())
 
 
@@ -223,14 +221,14 @@ def _solutions(listed: MathAnswer) -> MathAnswer:
 
 def _approximation(sides: MathAnswer) -> MathAnswer:
     """`\\frac13 \\approx 0.333`, and `x \\approx 0.333`; a word if the sides do not agree, so that no answer has two tries."""
-    first, *others = sides.parts
+    first, *other_sides = sides.parts
     if len(first.names) == 1:
         first = first.parts[0]
-    elif len(others) == 1 and _is_name(first.spelling) and len(first.value) > 1:
-        return replace(sides, kind="solution", parts=tuple(others), names=(first.spelling,))
-    if others and all(_rounds_to(first, other) for other in others):
-        # A decimal beside an exact value is one more way to write it: where it has places, either may be asked for.
-        return replace(sides, parts=(first, *(other for other in others if first.decimals < 0 and "." in other.spelling)))
+    elif len(other_sides) == 1 and _is_name(first.spelling) and len(first.value) > 1:
+        return replace(sides, kind="solution", parts=tuple(other_sides), names=(first.spelling,))
+    if other_sides and all(_rounds_to(first, other) for other in other_sides):
+        # A decimal beside an exact value is one more way to write it: if it has places, either may be asked for.
+        return replace(sides, parts=(first, *(other for other in other_sides if first.decimals < 0 and "." in other.spelling)))
     return MathAnswer("word", sides.spelling)
 
 
@@ -291,8 +289,8 @@ def _same(first: MathAnswer, other: MathAnswer) -> bool | None:
         return True
     kinds = {first.kind, other.kind}
     if "either" in kinds:
-        tries, others = (it.parts if it.kind == "either" else (it,) for it in (first, other))
-        verdicts = [_same(a, b) for a in tries for b in others]
+        tries, other_tries = (it.parts if it.kind == "either" else (it,) for it in (first, other))
+        verdicts = [_same(a, b) for a in tries for b in other_tries]
         return True if True in verdicts else None if None in verdicts else False
     if "equation" in kinds and not kinds <= {"equation", "solution", "unreadable"}:
         return False
@@ -366,7 +364,7 @@ def _same_numbers(first: MathAnswer, other: MathAnswer) -> bool:
         return True
     if first.marks == other.marks:
         return False
-    # One of them is a percentage: 50% is 0.5, and 50 where percent was asked for.
+    # One of them is a percentage: 50% is 0.5, and 50 if percent was asked for.
     plain, percent = (other, first) if first.marks else (first, other)
     return _agree(plain.value, tuple(value / 100 for value in percent.value), tolerance)
 

@@ -195,7 +195,7 @@ def _thousands(plain: str) -> list[str]:
 
 def _tokens(plain: str) -> Reading:
     raw = TOKEN.findall(plain)
-    found: list[str] = []
+    all_tokens: list[str] = []
     units: set[str] = set()
     place = 0
     while place < len(raw):
@@ -209,17 +209,17 @@ def _tokens(plain: str) -> Reading:
             close = _closing(raw, place)
             words = raw[place + 1 : close]
             place = close + 1
-            found += _words(words) if token == "\\text" else []
+            all_tokens += _words(words) if token == "\\text" else []
         elif token == "\\circ":  # degrees, with the power sign before it
-            if found[-2:] == ["^", "{"] and raw[place : place + 1] == ["}"]:
-                del found[-2:]
+            if all_tokens[-2:] == ["^", "{"] and raw[place : place + 1] == ["}"]:
+                del all_tokens[-2:]
                 place += 1
-            elif found[-1:] == ["^"]:
-                found.pop()
+            elif all_tokens[-1:] == ["^"]:
+                all_tokens.pop()
         else:
-            found.append(format(Decimal(token), "f") if token[0].isdigit() and "e" in token.lower() else token)
-    kept, words = _without_units(found)
-    return Reading(kept, frozenset(units | _measured(words)))
+            all_tokens.append(format(Decimal(token), "f") if token[0].isdigit() and "e" in token.lower() else token)
+    bare_tokens, words = _without_units(all_tokens)
+    return Reading(bare_tokens, frozenset(units | _measured(words)))
 
 
 def spelling(parts: tuple[str, ...]) -> str:

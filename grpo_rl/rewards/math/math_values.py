@@ -285,7 +285,7 @@ def typed_value(text: str) -> tuple[Number, list[str]]:
     """
     tokens = TYPED.findall(text)
     sides = itertools.pairwise(tokens)
-    operands_meet = any(left not in SIGNS | {"("} and right not in SIGNS | {")"} for left, right in sides)
+    operands_meet = any(token not in SIGNS | {"("} and next_token not in SIGNS | {")"} for token, next_token in sides)
     if len(text) > MAX_TYPED or operands_meet or "".join(tokens) != "".join(text.split()):
         raise NoExpression
     value = Expression(tuple("^" if token == "**" else token for token in tokens)).value()
@@ -297,7 +297,7 @@ def close(first: Number, second: Number, tolerance: float = 1e-9) -> bool:
     if isinstance(first, Fraction) and isinstance(second, Fraction) and tolerance <= 1e-9:
         return first == second
     try:
-        one, other = complex(first), complex(second)
+        first_value, second_value = complex(first), complex(second)
     except OverflowError:
         return False
-    return abs(one - other) <= tolerance * max(abs(one), abs(other))
+    return abs(first_value - second_value) <= tolerance * max(abs(first_value), abs(second_value))

@@ -69,11 +69,11 @@ def written_sum(
         end += len(line) + (place > 0)
         follows = False
         if place < len(right) - 1:
-            left, other = map(int, right[place].partition("=")[0].split("+")[:2])
+            first, second = map(int, right[place].partition("=")[0].split("+")[:2])
             carry = int(len(columns[-1]) == 2)
-            follows = line == f"{left}+{other}{'+1' * carry}={left + other + carry}"
+            follows = line == f"{first}+{second}{'+1' * carry}={first + second + carry}"
             column = line.rpartition("=")[2]
-            columns.append(column if COLUMN.fullmatch(column) else str(left + other + carry))
+            columns.append(column if COLUMN.fullmatch(column) else str(first + second + carry))
         elif place == len(right) - 1:
             follows = line == columns[-1] + "".join(column[-1] for column in columns[-2:0:-1])
         if line:

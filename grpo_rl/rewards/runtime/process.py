@@ -46,7 +46,7 @@ class Job:
     outcomes: list[Outcome] = field(default_factory=list)
     """One of each component, shorter after a failure; of a function of lists, one for each response. Written once, before `done`."""
     failed_as_whole: bool = False
-    """True where the call of a function of lists gave nothing, as opposed to single results that are none."""
+    """True if the call of a function of lists gave nothing, as opposed to single results that are none."""
     done: bool = False
     seconds: float = 0.0
     """The time that the functions took."""
@@ -63,7 +63,7 @@ class Job:
         if self.batched:
             listed = next((message.get("answers") for message in messages if "failure" not in message), None)
             if isinstance(listed, list) and len(listed) == len(self.samples):
-                self.outcomes = [_read_answer(one) for one in listed]
+                self.outcomes = [_read_answer(answer) for answer in listed]
             else:
                 self.failed_as_whole, self.outcomes = True, self.outcomes[:1] * len(self.samples)
 
@@ -103,14 +103,14 @@ class RewardProcess:
     def ask(self, jobs: Sequence[Job], told: Callable[[Sequence[Job]], None] = lambda jobs: None) -> Sequence[Job]:
         """Make these calls, of the same functions, in one message; return those that have no outcome because of another one.
 
-        `told` is called with jobs that are settled, many at once where their answers arrive together. A call has the time
+        `told` is called with jobs that are settled, many at once if their answers arrive together. A call has the time
         `reward.timeout_s` from the end of the one before it. At that deadline the process is killed. Where the process ends
         by itself, the call that it was at is settled only if it was the first: an earlier one may have broken the process.
         """
         sent, samples, settled = [], [], []
         for job in jobs:
             arguments = [sample() for sample in job.samples]
-            arguments = [each._replace(solution_str=str(each.solution_str)) for each in arguments]
+            arguments = [sample._replace(solution_str=str(sample.solution_str)) for sample in arguments]
             try:
                 samples.append(encode(arguments))
                 sent.append(job)
@@ -169,7 +169,7 @@ def spared(failed: Job, ask: Callable[[Sequence[Job]], object]) -> list[Outcome]
     """Return the outcome of each response from a function of lists; one that makes the call fail costs the others nothing.
 
     After a call with all of them has `failed`, the function is called with each alone, and then with all that it did not fail
-    for: they get the scores that they would have had if the others had never been written. Where it fails for none alone, all
+    for: they get the scores that they would have had if the others had never been written. If it fails for none alone, all
     have failed.
     """
     if not (failed.failed_as_whole and failed.is_joint):
@@ -178,8 +178,11 @@ def spared(failed: Job, ask: Callable[[Sequence[Job]], object]) -> list[Outcome]
     ask(single_jobs)
     good = [job for job in single_jobs if not isinstance(job.outcomes[0], RewardFailure)]
     if len(good) == len(single_jobs):
-        whole = [failure for failure in failed.outcomes if isinstance(failure, RewardFailure)]
-        return [RewardFailure(one.kind, f"{one.cause}; with each response alone it does not fail") for one in whole]
+        joint_failures = [failure for failure in failed.outcomes if isinstance(failure, RewardFailure)]
+        return [
+            RewardFailure(failure.kind, f"{failure.cause}; with each response alone it does not fail")
+            for failure in joint_failures
+        ]
     if good:
         joint_job = Job([job.samples[0] for job in good], failed.functions, batched=True)
         ask([joint_job])

@@ -82,12 +82,12 @@ class JobRunner:
     def _call(self, jobs: Sequence[Job], beside: Sequence[Job] = ()) -> None:
         """Have new jobs done, and wait for them and those `beside`."""
         self._put(jobs)
-        left = [*beside, *jobs]
+        pending_jobs = [*beside, *jobs]
         with self._changed:
             while True:
-                while left and left[-1].done:
-                    left.pop()
-                if not left:
+                while pending_jobs and pending_jobs[-1].done:
+                    pending_jobs.pop()
+                if not pending_jobs:
                     return
                 if self._broken is not None:
                     raise self._broken
@@ -145,7 +145,7 @@ class RewardRunner(JobRunner):
         return Job([partial(sample_of, rollout)], self._singly, size=len(rollout.text), done=not self._singly)
 
     def wait(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The same rollouts, each with `reward`, `reward_parts` and, where they are read, `steps`, or with `failure`.
+        """The same rollouts, each with `reward`, `reward_parts` and, if they are read, `steps`, or with `failure`.
 
         Submits those that were not. The reward of a failed one is chosen by `reward.on_failure`. Raises RewardError,
         with counts by kind and the first causes, when one failed and the run shall stop, and when all sampled ones

@@ -293,7 +293,7 @@ def _result(node: ast.expr, call: ast.Call, value: Any) -> Any:
     if isinstance(node, ast.Compare):
         terms = [of(term) for term in (node.left, *node.comparators)]
         compared = zip(node.ops, terms, terms[1:], strict=False)
-        return all(COMPARISONS[type(sign)](left, right) for sign, left, right in compared)
+        return all(COMPARISONS[type(sign)](lhs, rhs) for sign, lhs, rhs in compared)
     if isinstance(node, ast.BoolOp):
         return (all if isinstance(node.op, ast.And) else any)([of(term) for term in node.values])
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):

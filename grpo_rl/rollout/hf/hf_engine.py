@@ -33,7 +33,7 @@ class _Running:
     logprobs: list[float] = field(default_factory=list)
     versions: Versions = ()
     left: list[Tensor] = field(default_factory=list)
-    """The ids that each token was sampled from, where the request's sampling returns them."""
+    """The ids that each token was sampled from, if the request's sampling returns them."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -51,7 +51,7 @@ class _Batch:
 class HfEngine:
     """`AutoModelForCausalLM` behind the RolloutEngine protocol; there is no prefix cache and nothing to sleep.
 
-    `batched`: all running requests are one batch, and prompts are read together where they are equally long.
+    `batched`: all running requests are one batch, and prompts are read together if they are equally long.
     Otherwise each request is a batch of its own: the last bits of a matrix product depend on its shape, and of attention
     on padding, so that beside others a response would depend on which they are, which is a matter of timing. Alone it
     depends on weights, prompt and seed, in whichever replica it is sampled.
@@ -97,7 +97,7 @@ class HfEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._update.check_can_sample()
-        taken = {one.request.request_id for one in self._running} | {request.request_id for request in self._waiting}
+        taken = {row.request.request_id for row in self._running} | {request.request_id for request in self._waiting}
         check_requests(requests, taken, self._spec.max_model_len)
         self._waiting.extend(requests)
 
@@ -109,8 +109,8 @@ class HfEngine:
         while self._waiting and num_running < self._spec.max_num_seqs:
             request = self._waiting.popleft()
             seed = request.sampling.seed
-            own = int(torch.randint(2**62, (), generator=self._seeds)) if seed is None else seed
-            self._unread.append(_Running(request, own))
+            row_seed = int(torch.randint(2**62, (), generator=self._seeds)) if seed is None else seed
+            self._unread.append(_Running(request, row_seed))
             num_running += 1
         for batch in self._batches:
             newest = [row.response_ids[-1] for row in batch.rows]
@@ -185,12 +185,12 @@ class HfEngine:
         """Sample one more token of each row."""
         settings, seeds = [row.request.sampling for row in rows], [row.seed for row in rows]
         tokens_B, logprobs_B, left_B = sample(logits_BV, settings, seeds, [len(row.response_ids) for row in rows])
-        for row, token, logprob, left in zip(rows, tokens_B.tolist(), logprobs_B.tolist(), left_B, strict=True):
+        for row, token, logprob, support_ids in zip(rows, tokens_B.tolist(), logprobs_B.tolist(), left_B, strict=True):
             row.response_ids.append(token)
             row.logprobs.append(logprob)
             row.versions = extended(row.versions, self._update.version, 1)
-            if left is not None:
-                row.left.append(left)
+            if support_ids is not None:
+                row.left.append(support_ids)
 
     def _take_ended(self) -> list[Completion]:
         """Take the requests that have ended out of the batches."""
@@ -252,12 +252,12 @@ class RowCache:
         logits_BV = model(
             input_ids=torch.tensor(list(places), device=device), past_key_values=cache, use_cache=True, logits_to_keep=1
         ).logits[:, -1]
-        found = cls(cache, [len(ids) for ids in token_ids])
+        row_cache = cls(cache, [len(ids) for ids in token_ids])
         if len(places) == len(rows):
-            return found, logits_BV
+            return row_cache, logits_BV
         index = torch.tensor(rows, device=device)
         cache.batch_select_indices(index)
-        return found, logits_BV[index]
+        return row_cache, logits_BV[index]
 
     def extend(self, model: Any, token_ids: Sequence[int], device: torch.device) -> Tensor:
         """Read one more token of each row and return the logits of the next, [rows, V]."""
@@ -273,9 +273,9 @@ class RowCache:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Forget all rows but these, and the columns that no row uses any more."""
-        before = max(self._lengths)
+        previous_width = max(self._lengths)
         self._lengths = [self._lengths[row] for row in rows]
-        unused = before - max(self._lengths)
+        unused = previous_width - max(self._lengths)
         index = torch.tensor(rows)
         for layer in self._cache.layers:
             layer.keys = layer.keys[index.to(layer.keys.device), :, unused:]
@@ -284,9 +284,9 @@ class RowCache:
     def append(self, other: RowCache) -> None:
         """Take over the rows of another cache, behind those of this one."""
         width = max(*self._lengths, *other._lengths)
-        for mine, added in zip(self._cache.layers, other._cache.layers, strict=True):
-            mine.keys = torch.cat([_widened(mine.keys, width), _widened(added.keys, width)])
-            mine.values = torch.cat([_widened(mine.values, width), _widened(added.values, width)])
+        for layer, added in zip(self._cache.layers, other._cache.layers, strict=True):
+            layer.keys = torch.cat([_widened(layer.keys, width), _widened(added.keys, width)])
+            layer.values = torch.cat([_widened(layer.values, width), _widened(added.values, width)])
         self._lengths += other._lengths
 
 

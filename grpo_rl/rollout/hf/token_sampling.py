@@ -39,17 +39,17 @@ def sample(
         keys = row_keys([seeds[row] for row in drawn], [positions[row] for row in drawn])
         noise_RV = exponential_noise(keys, logits_BV.shape[1], logits_BV.device)
         tokens_B[drawn] = (logprobs_BV[drawn].exp() / noise_RV).argmax(-1)
-    left = [
+    support_ids = [
         logits_V.isfinite().nonzero()[:, 0] if s.returns_support else None
         for s, logits_V in zip(settings, logits_BV, strict=True)
     ]
-    return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None])[:, 0], left
+    return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None])[:, 0], support_ids
 
 
 def support_of(left: Sequence[Tensor]) -> Support:
     """Return the support of a response from the ids that `sample` left for each of its tokens."""
     ids = [ids.cpu().numpy().astype(np.int32) for ids in left]
-    return Support(np.array([len(each) for each in ids], dtype=np.int32), np.concatenate(ids))
+    return Support(np.array([len(token_ids) for token_ids in ids], dtype=np.int32), np.concatenate(ids))
 
 
 def keep_min_p(logits_V: Tensor, p: float) -> Tensor:

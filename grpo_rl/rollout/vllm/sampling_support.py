@@ -38,7 +38,7 @@ def sampled_logprobs(logprobs: FlatLogprobs | Reported) -> np.ndarray:
 def support_of(logprobs: FlatLogprobs | Reported) -> Support:
     """Return the tokens with a probability, for each place.
 
-    Raises RuntimeError where so many are as likely as the k-th that not all were reported.
+    Raises RuntimeError if so many are as likely as the k-th that not all were reported.
     """
     starts = np.asarray(logprobs.start_indices, dtype=np.int64)
     token_ids = np.asarray(logprobs.token_ids, dtype=np.int32)
@@ -46,12 +46,12 @@ def support_of(logprobs: FlatLogprobs | Reported) -> Support:
     lengths = np.diff(starts, append=len(values))
     first = np.zeros(len(values), dtype=bool)
     first[starts] = True
-    # The sampled token comes first, and once more where it is among the likeliest.
-    kept = first | ((values > -np.inf) & (token_ids != np.repeat(token_ids[starts], lengths)))
-    found = np.add.reduceat(np.where(kept, np.exp(values), 0.0), starts)
-    if found.min() < 1 - _LOST:
+    # The sampled token comes first, and once more if it is among the likeliest.
+    is_kept = first | ((values > -np.inf) & (token_ids != np.repeat(token_ids[starts], lengths)))
+    total_probs = np.add.reduceat(np.where(is_kept, np.exp(values), 0.0), starts)
+    if total_probs.min() < 1 - _LOST:
         raise RuntimeError(
-            f"more than {_TIES} tokens are as likely as the top_k-th, so {1 - found.min():.2g} of the probability is unknown; "
+            f"more than {_TIES} tokens are as likely as the top_k-th, so {1 - total_probs.min():.2g} of the probability is unknown; "
             "set actor_rollout_ref.rollout.fp32_lm_head=true, another dtype, or another top_k"
         )
-    return Support(np.add.reduceat(kept, starts, dtype=np.int32), token_ids[kept])
+    return Support(np.add.reduceat(is_kept, starts, dtype=np.int32), token_ids[is_kept])

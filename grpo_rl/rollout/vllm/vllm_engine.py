@@ -65,7 +65,7 @@ class VllmEngine:
 
     @property
     def updates_in_flight(self) -> bool:
-        """Return whether every token is labelled with the weights that sampled it, also where an update comes in between.
+        """Return whether every token is labelled with the weights that sampled it, also if an update comes in between.
 
         A separate process labels tokens itself, and other engines if tokens are handed over in the step that samples them.
         With asynchronous scheduling, vLLM's default on GPUs, which `EngineSpec.updates_in_flight` switches off, the newest
@@ -178,7 +178,7 @@ class VllmEngine:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,
-            # On CPUs torch cannot put a generator back, which vLLM does where it reads a prompt in parts.
+            # On CPUs torch cannot put a generator back, which vLLM does if it reads a prompt in parts.
             seed=None if self._spec.device == "cpu" else sampling.seed,
             extra_args={SEED: sampling.seed} if self._counts and sampling.seed is not None else None,
             ignore_eos=sampling.ignore_eos,
@@ -247,7 +247,7 @@ _CPU_BLOCK_TOKENS = 128
 def build_llm_engine(spec: EngineSpec) -> LLMEngine:
     """Build vLLM's engine: token ids in, token ids and log-probs out, no tokenizer, no server.
 
-    Sets the environment variables that vLLM reads on import where they are missing.
+    Sets the environment variables that vLLM reads on import if they are missing.
     Raises ConfigError for an engine argument that vLLM does not have.
     """
     set_missing(engine_environment(spec))
@@ -268,7 +268,7 @@ def build_llm_engine(spec: EngineSpec) -> LLMEngine:
 
 
 def check_compiled_part() -> None:
-    """Raise ClusterError, with the cause, where vLLM's compiled part is not loaded, which vLLM itself only notes in its log."""
+    """Raise ClusterError, with the cause, if vLLM's compiled part is not loaded, which vLLM itself only notes in its log."""
     from vllm.platforms import current_platform
 
     current_platform.import_kernels()
@@ -330,7 +330,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
 
 
 def graph_sizes(most: int) -> list[int]:
-    """Return the numbers of sequences that get CUDA graphs: vLLM's own up to 512, and 128 apart up to 1,024, where it has none.
+    """Return the numbers of sequences that get CUDA graphs: vLLM's own up to 512, and 128 apart up to 1,024, if it has none.
 
     On an H100 a step with 1,024 sequences took 50 ms with a graph and 57 ms without.
     """
@@ -339,7 +339,7 @@ def graph_sizes(most: int) -> list[int]:
 
 
 def cpu_cache_bytes(spec: EngineSpec) -> int:
-    """Return the bytes of the key-value cache: `kv_cache_gib`, or less where max_num_seqs full rollouts fill less.
+    """Return the bytes of the key-value cache: `kv_cache_gib`, or less if max_num_seqs full rollouts fill less.
 
     vLLM touches all of it at start, so what can never be used would be resident memory for nothing.
     """

@@ -75,7 +75,7 @@ class CounterSampler:
     """The part of vLLM's sampler, on CPUs, that draws from logits to which temperature and min_p have been applied.
 
     vLLM samples there with one operation over all rows (`fused_gumbel_argmax`), whose noise depends on a number per row and on the
-    token. It draws that number from a generator that it keeps for each request with a seed, one call per row and step. Where a pass
+    token. It draws that number from a generator that it keeps for each request with a seed, one call per row and step. If a pass
     reads only a part of a prompt, it puts the generator back, which torch cannot do on CPUs. Here that number is a hash of seed and
     position, so there is no generator, and prompts may be read in parts.
 

@@ -40,7 +40,7 @@ def diagnose(run: RunRecord) -> Diagnosis:
         finding = rule(run)
         if finding is not None:
             findings.setdefault(finding.name, finding)
-    return Diagnosis(tuple(sorted(findings.values(), key=lambda one: one.weight)), run.num_steps)
+    return Diagnosis(tuple(sorted(findings.values(), key=lambda finding: finding.weight)), run.num_steps)
 
 
 def as_text(diagnosis: Diagnosis, *, brief: bool = False) -> str:

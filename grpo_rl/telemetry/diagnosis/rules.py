@@ -48,7 +48,7 @@ KL_STEP = 0.5
 KL_FAR = 1.0
 """Nats per token from the reference at which a policy has usually lost what its reference could do."""
 LOST_IN_ROUNDING = 1e-9
-"""The learning rate below which AdamW's step, of about that size, is lost where it is added to a float32 weight of 0.02."""
+"""The learning rate below which AdamW's step, of about that size, is lost if it is added to a float32 weight of 0.02."""
 MANY_FAILURES = 0.05
 """The share of rewards that fail from which on they change what is learnt."""
 FALSE_ALARM = 0.05
@@ -203,7 +203,7 @@ def sampler_trainer_disagree(run: RunRecord) -> Finding | None:
         f"log-probs differ by {differences.last:.3f} nats per token on average ({differences.first:.3f} at first); "
         f"float32 differs by 1e-6; rollout.dtype={engine}, actor.fsdp_config.dtype={trainer}"
     )
-    since, watch = differences.since(lambda one: one >= AGREES), differences.last < DISAGREES
+    since, watch = differences.since(lambda value: value >= AGREES), differences.last < DISAGREES
     return finding("sampler_trainer_disagree", since, evidence, watch=watch)
 
 
@@ -216,7 +216,7 @@ def ratio_out_of_range(run: RunRecord) -> Finding | None:
         return None
     largest = max(run.series("actor/ratio_max").values, default=float("nan"))
     evidence = f"actor/pg_clipfrac {of_all.last:.2f} of all tokens, the largest ratio {largest:.3g}"
-    since = clipped.since(lambda one: one >= MANY_CLIPPED)
+    since = clipped.since(lambda value: value >= MANY_CLIPPED)
     return finding("ratio_out_of_range", since, evidence, watch=True, share=clipped.last)
 
 
@@ -226,9 +226,9 @@ def off_policy(run: RunRecord) -> Finding | None:
     if not staleness or staleness.last <= 0:
         return None
     signs: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
-        ("rollout_corr/rollout_is_eff_sample_size", "the effective sample size is", lambda one: one <= FEW_EFFECTIVE),
-        ("actor/pg_clipfrac", "the share of clipped tokens is", lambda one: one >= MANY_CLIPPED),
-        ("rollout/logprob_diff_mean", "log-probs of policy and sampler differ by", lambda one: one >= FAR_OFF),
+        ("rollout_corr/rollout_is_eff_sample_size", "the effective sample size is", lambda value: value <= FEW_EFFECTIVE),
+        ("actor/pg_clipfrac", "the share of clipped tokens is", lambda value: value >= MANY_CLIPPED),
+        ("rollout/logprob_diff_mean", "log-probs of policy and sampler differ by", lambda value: value >= FAR_OFF),
     )
     seen = [(series, words, holds) for key, words, holds in signs if (series := run.series(key)) and holds(series.last)]
     if not seen:

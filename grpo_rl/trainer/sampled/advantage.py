@@ -37,7 +37,7 @@ def estimator_options(config: AlgorithmConfig, factors: Mapping[str, float] = _N
 
 
 class Advantage:
-    """The configured estimator, with the KL penalty in the reward where it is wanted."""
+    """The configured estimator, with the KL penalty in the reward if it is wanted."""
 
     def __init__(self, config: AlgorithmConfig, factors: Mapping[str, float] = _NO_FACTORS, *, of_turns: bool = False) -> None:
         """`of_turns`: the rollouts are episodes, whose steps are turns and add up to the reward."""
@@ -48,7 +48,7 @@ class Advantage:
         self.parts = tuple(config.reward_parts or factors) if "parts" in self.needs else ()
         """Parts of the reward that the estimator reads."""
         self.places_turns = of_turns and "steps" not in self.needs and bool({"gamma", "lam"} & self.options.keys())
-        """True where an estimator that follows the rewards from token to token gets those of turns at the ends of the turns."""
+        """True if an estimator that follows the rewards from token to token gets those of turns at the ends of the turns."""
         control = config.kl_ctrl
         self.kl_controller = (
             AdaptiveKlController(control.kl_coef, control.target_kl, control.horizon)
@@ -57,9 +57,9 @@ class Advantage:
         )
 
     def __call__(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """Return the batch with its advantages (and `returns_T` where there is a critic), and what to log of it.
+        """Return the batch with its advantages (and `returns_T` if there is a critic), and what to log of it.
 
-        The advantages are `advantages_N` where the estimator gives all tokens of a rollout the same, else `advantages_T`.
+        The advantages are `advantages_N` if the estimator gives all tokens of a rollout the same, else `advantages_T`.
         """
         check_finite(batch)
         metrics: Metrics = {}
@@ -114,7 +114,7 @@ def check_finite(batch: Batch) -> None:
         if column is None or (isinstance(column, RemoteColumn) and column.finite):
             continue
         column_T = values(column)
-        # A sum is finite where all its numbers are, unless they are beyond any log-prob; it needs no memory.
+        # A sum is finite if all its numbers are, unless they are beyond any log-prob; it needs no memory.
         if bool(torch.isfinite(column_T.sum())):
             continue
         bad_T = ~torch.isfinite(column_T)
@@ -138,7 +138,7 @@ def _step_ends(batch: Batch) -> Tensor | None:
 
 
 def _inputs(batch: Batch, kl_T: Tensor | None, kl_coef: float, *, places_turns: bool = False) -> AdvantageInput:
-    """Return the batch as estimators see it, with a KL penalty in the token rewards where there is one.
+    """Return the batch as estimators see it, with a KL penalty in the token rewards if there is one.
 
     With `places_turns` the reward of a turn is at its last token, and not that of the whole at the last of all.
     """
@@ -194,7 +194,7 @@ def with_baselines(rollouts: Sequence[Rollout]) -> list[Rollout]:
     """Return the sampled rollouts, each with the reward of its prompt's greedy response as `baseline`.
 
     A prompt is identified by its uid. The greedy responses themselves end here: they are compared with and not trained
-    on. Where the greedy one's reward failed, so have all that would be compared with it. Without any the rollouts are
+    on. If the greedy one's reward failed, so have all that would be compared with it. Without any the rollouts are
     returned as they are. Raises ValueError for a prompt that alone has none.
     """
     greedy = {rollout.prompt.uid: rollout for rollout in rollouts if rollout.sample_index == GREEDY}

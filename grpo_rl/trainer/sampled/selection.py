@@ -1,4 +1,4 @@
-"""The prompts that a step trains on: drawn, sampled and scored, and kept where their groups have signal."""
+"""The prompts that a step trains on: drawn, sampled and scored, and kept if their groups have signal."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class Selection:
         )
 
     def _data_metrics(self) -> Metrics:
-        """Return how many prompts are retired, where any can be."""
+        """Return how many prompts are retired, if any can be."""
         return {} if self.settings.retire_above is None else {"data/retired_fraction": len(self.retired) / len(self.data)}
 
 

@@ -28,7 +28,7 @@ def is_trained(rollout: Rollout) -> bool:
 
 
 def with_reward(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Return the rollouts that can be trained on; groups get smaller, and go where none of their rollouts is left."""
+    """Return the rollouts that can be trained on; groups get smaller, and go if none of their rollouts is left."""
     return [rollout for rollout in rollouts if is_trained(rollout)]
 
 
@@ -42,18 +42,20 @@ def failure_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     metrics["reward/dropped"] = float(sum(not is_trained(rollout) for rollout in rollouts))
     baselines = {rollout.prompt.uid for rollout in rollouts if rollout.failure == BASELINE_FAILED}
     sampled = [rollout for rollout in rollouts if rollout.sample_index != GREEDY]
-    left = Counter(rollout.prompt.uid for rollout in sampled if is_trained(rollout))
-    broken = [uid for uid, size in Counter(rollout.prompt.uid for rollout in sampled).items() if left[uid] < min(2, size)]
+    trained_counts = Counter(rollout.prompt.uid for rollout in sampled if is_trained(rollout))
+    broken = [
+        uid for uid, size in Counter(rollout.prompt.uid for rollout in sampled).items() if trained_counts[uid] < min(2, size)
+    ]
     counts = {"reward/failed_baselines": len(baselines), "reward/broken_groups": len(broken)}
     return metrics | {name: float(count) for name, count in counts.items() if count}
 
 
 def scored(rewarder: Rewarder, rollouts: Sequence[Rollout], warn: Callable[[str], None]) -> list[Rollout]:
-    """Return the rollouts with their rewards. Where rewards failed, `warn` is called with how many and why."""
+    """Return the rollouts with their rewards. If rewards failed, `warn` is called with how many and why."""
     waited = rewarder.wait(rollouts)
     # Truncated episodes are dropped because the configuration says so: they have a metric, and need no warning.
-    failed = [one for one in waited if one.failure is not None and not one.failure.startswith("truncated_")]
-    failures = [(one.failure or "", one.failure_cause or "") for one in failed]
+    failed = [rollout for rollout in waited if rollout.failure is not None and not rollout.failure.startswith("truncated_")]
+    failures = [(rollout.failure or "", rollout.failure_cause or "") for rollout in failed]
     if failures:
         warn(summary(failures, len(waited)))
     return waited
@@ -88,11 +90,11 @@ class TrainedTokens:
         self.mask_truncated = config.mask_truncated
 
     def __call__(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """Return the batch of the trained tokens, with `weights_T` where they are weighed, and what to log.
+        """Return the batch of the trained tokens, with `weights_T` if they are weighed, and what to log.
 
-        The metrics `rollout_corr/*` say how far engine and trainer are apart. Where nothing is corrected, the actor
+        The metrics `rollout_corr/*` say how far engine and trainer are apart. If nothing is corrected, the actor
         measures that distance in its update: its ranks have the log-probs. `rollout/trained_token_fraction` is there
-        where tokens may be left out.
+        if tokens may be left out.
         """
         metrics: Metrics = {}
         whole_N = torch.ones(batch.num_rollouts, dtype=torch.bool)
@@ -104,7 +106,7 @@ class TrainedTokens:
             whole_N = whole_N & ~batch.masked_N
         if masks:
             metrics["rollout/masked_fraction"] = float((~whole_N).double().mean())
-        before = batch.num_trained_tokens
+        previous_num_trained = batch.num_trained_tokens
         if masks:
             batch = batch.keep(Segments(batch.trained_lengths_N).broadcast(whole_N))
         if batch.old_logprobs_T is not None and self.correction.active:
@@ -112,11 +114,11 @@ class TrainedTokens:
             # A response that was masked is in no mean of the correction.
             segments = Segments(batch.trained_lengths_N[whole_N])
             old_T, engine_T = values(batch.old_logprobs_T), values(batch.rollout_logprobs_T)
-            found = correct(self.correction, old_T, engine_T, segments)
-            metrics |= {f"rollout_corr/{name}": value for name, value in found.metrics.items()}
-            batch = batch.replace(weights_T=found.weights_T)
-            if found.trained_T is not None:
-                batch = batch.keep(found.trained_T)
+            result = correct(self.correction, old_T, engine_T, segments)
+            metrics |= {f"rollout_corr/{name}": value for name, value in result.metrics.items()}
+            batch = batch.replace(weights_T=result.weights_T)
+            if result.trained_T is not None:
+                batch = batch.keep(result.trained_T)
         if masks or (self.correction.active and self.correction.rollout_rs):
-            metrics["rollout/trained_token_fraction"] = batch.num_trained_tokens / max(1, before)
+            metrics["rollout/trained_token_fraction"] = batch.num_trained_tokens / max(1, previous_num_trained)
         return batch, metrics

@@ -39,7 +39,7 @@ OTHERS: dict[str, list[str]] = {
 
 
 def spec_of(words: list[str]) -> EngineSpec | None:
-    """The engine of a configuration on GPUs; None where it samples nothing, or with another engine."""
+    """The engine of a configuration on GPUs; None if it samples nothing, or with another engine."""
     plan = decide(compose([*words, "trainer.device=cuda", "trainer.n_gpus_per_node=8"]).config, GPUS)
     return plan.engine if plan.engine is not None and plan.engine.name == "vllm" else None
 

@@ -42,7 +42,7 @@ def extras(objective: Objective, data: reference.Ragged) -> dict[str, Tensor]:
     """The columns that only some objectives need."""
     columns = {}
     if objective.needs_selection:
-        columns["selected_T"] = torch.tensor(data.entropy) > 1.0  # goes along where responses are picked
+        columns["selected_T"] = torch.tensor(data.entropy) > 1.0  # goes along if responses are picked
     if objective.needs_group_tokens:
         columns["group_tokens_N"] = torch.tensor(data.group_tokens, dtype=torch.long)
     return columns

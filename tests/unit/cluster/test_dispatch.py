@@ -207,7 +207,7 @@ def test_the_tokens_that_a_loss_chooses_are_chosen_once_for_the_mini_batch(loss_
     assert len(alone) == number
     assert chosen(3) == [alone]
     first, second = chosen(2, times=2)
-    # The same data in a later step: a new draw, where there is one.
+    # The same data in a later step: a new draw, if there is one.
     assert first == alone and (second == alone) == (loss_mode == "kl_cov")
 
 

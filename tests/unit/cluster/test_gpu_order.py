@@ -1,4 +1,4 @@
-"""The order of calls where engines and ranks share GPUs or meet by NCCL, with worker groups that only note what they are asked.
+"""The order of calls if engines and ranks share GPUs or meet by NCCL, with worker groups that only note what they are asked.
 
 No GPU is needed: the order is all that is looked at. What it does to memory was not measured here.
 """

@@ -94,7 +94,7 @@ def test_the_turns_of_a_conversation_go_where_it_was_as_long_as_there_is_room():
     assert sorted(first.values()) in (["x", "x", "y"], ["x", "y", "y"])
     for conversation, worker in first.items():
         assert ledger.answered(worker, f"{conversation}/0")
-    # The other replica has less to do, and the conversation stays; where there is no room it goes on elsewhere.
+    # The other replica has less to do, and the conversation stays; if there is no room it goes on elsewhere.
     home = first["b"]
     other = "y" if home == "x" else "x"
     ledger.add([turn(1, "b"), turn(2, "b"), turn(3, "b")])

@@ -1,4 +1,4 @@
-"""Names of models and runs: folders, steps, names below runs/, and what is said where there is nothing."""
+"""Names of models and runs: folders, steps, names below runs/, and what is said if there is nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launch commands written for verl: taken as they are where their meaning exists, answered where it does not."""
+"""Launch commands written for verl: taken as they are where their meaning exists, answered if it does not."""
 
 from __future__ import annotations
 

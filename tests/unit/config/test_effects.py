@@ -71,7 +71,7 @@ def test_every_key_that_is_set_is_read_or_refused_or_noted_and_what_is_noted_dec
             run = effects.as_read(config, machine)
             kept = value_of(run, key) == value
             assert refused + noted + kept == 1, (key, value)
-            # What the run reads of a key without an effect is what it reads where the key is not set at all.
+            # What the run reads of a key without an effect is what it reads if the key is not set at all.
             assert kept or value_of(run, key) == leaf.default
             read += kept
             if noted:
@@ -100,7 +100,7 @@ def decided(config: Any, machine: Machine) -> Any:
 
 
 def other_values(leaf: Leaf) -> Iterator[Any]:
-    """Yield a value that the key takes by itself and that is not its default, where one is known."""
+    """Yield a value that the key takes by itself and that is not its default, if one is known."""
     kind = leaf.kind
     candidates: list[Any] = list(kind.choices) or ["text"]
     if kind.base is bool:

@@ -1,7 +1,7 @@
 """Chat templates of the shapes that model families have, in words of our own, each with a tokenizer whose marks are single tokens.
 
 What matters is how each behaves over several turns: qwen25 appends; qwen3 drops the thoughts of earlier turns and writes empty ones
-where thinking is off; llama3 has a header for each role; mistral ends turns with </s>, writes no marks before an answer, and moves
+if thinking is off; llama3 has a header for each role; mistral ends turns with </s>, writes no marks before an answer, and moves
 its list of tools to the last user message; gemma calls the assistant `model` and knows no role for tools.
 """
 

@@ -50,7 +50,7 @@ class Waiting(Echo):
 
 
 class Blocking(Waiting):
-    """Blocks its thread where the other only waits."""
+    """Blocks its thread if the other only waits."""
 
     async def step(self, turn):
         if self.uid == self.slow:

@@ -1,4 +1,4 @@
-"""Contexts between turns: exactly the template's own conversation where it appends, and refused where it does not."""
+"""Contexts between turns: exactly the template's own conversation if it appends, and refused if it does not."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_an_environment_that_hangs_costs_its_own_deadline_and_nothing_else(make,
     late = events(pool, 1)["bad"]
     assert late.what == "timeout" and late.seconds > 2.9
     pool.end("bad")
-    # One that only waited could be cancelled; where a thread is blocked, the process gets no further episodes.
+    # One that only waited could be cancelled; if a thread is blocked, the process gets no further episodes.
     until = time.monotonic() + 20
     while kind == "Blocking" and pool.pids == before and time.monotonic() < until:
         pool.events(0.2)

@@ -1,4 +1,4 @@
-"""Tool calls as models write them: read where they are right, and said what is wrong where they are not."""
+"""Tool calls as models write them: read if they are right, and said what is wrong if they are not."""
 
 from __future__ import annotations
 

@@ -101,6 +101,6 @@ def test_each_trained_token_belongs_to_the_rank_that_has_the_token_before_it(siz
         owners[part.slice.own_T] += 1
         assert torch.equal(part.target_T, whole.target_T[part.slice.own_T])
         assert torch.equal(part.predict_T + part.slice.begin, whole.predict_T[part.slice.own_T])
-        # The state that is read is the one at the token before, also where that is the last of the slice.
+        # The state that is read is the one at the token before, also if that is the last of the slice.
         assert torch.equal(part.token_ids_S[part.predict_T], whole.token_ids_S[whole.predict_T[part.slice.own_T]])
     assert torch.equal(owners, torch.ones_like(owners))

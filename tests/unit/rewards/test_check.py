@@ -182,7 +182,7 @@ def test_a_failure_in_a_users_own_function_names_its_file_and_line(check, tmp_pa
     assert code == 2
     failure = f"AttributeError: 'str' object has no attribute 'nothing' ({own}, line 2, in helper)"
     assert "".join(failure.split()) in "".join(shown.split())
-    # Where the lines break depends on the length of the path.
+    # If the lines break depends on the length of the path.
     assert "".join(shown.split()).count(";itiscalledasfunction(data_source=...,") == 1
 
 

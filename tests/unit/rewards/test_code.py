@@ -190,7 +190,7 @@ def test_no_expected_output_is_in_what_a_sandbox_gets() -> None:
     assert tests[0].case == Case(function="f", arguments=(5,))
 
 
-# ---- where there is no sandbox ----------------------------------------------------------------------------
+# ---- if there is no sandbox ----------------------------------------------------------------------------
 
 
 def test_without_namespaces_nothing_runs_and_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,7 +163,7 @@ def test_every_digit_of_a_sum_is_a_step(response, score, digits, steps):
         ("7+5=12\n4+8+1=13\n132", 1.0, [(6, 1.0), (15, 1.0), (19, 1.0)]),
         # The carry is forgotten: the result follows from the columns all the same.
         ("7+5=12\n4+8=12\n122", 0.0, [(6, 1.0), (13, 0.0), (17, 1.0)]),
-        # A column without a carry where there is one: the next one follows without it.
+        # A column without a carry if there is one: the next one follows without it.
         ("7+5=2\n4+8=12\n122", 0.0, [(5, 0.0), (12, 1.0), (16, 1.0)]),
         ("7+5=x\n\n132\n132", 1.0, [(5, 0.0), (10, 1.0), (14, 0.0)]),
         ("132", 1.0, [(3, 0.0)]),

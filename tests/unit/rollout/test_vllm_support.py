@@ -78,7 +78,7 @@ def test_as_many_are_asked_for_as_can_be_left_with_room_for_ties() -> None:
 
 
 def test_vllm_draws_where_our_sampler_takes_its_place_and_by_seed_and_position_on_gpus() -> None:
-    # rollout/vllm/vllm_patches.py repeats the first but for its generators, and leaves GPUs to the second. Where
+    # rollout/vllm/vllm_patches.py repeats the first but for its generators, and leaves GPUs to the second. If
     # one of them changes, read both again.
     assert digest_of("v1/sample/ops/topk_topp_sampler.py", "forward_cpu") == "3255428a9c1d660c"
     assert digest_of("v1/worker/gpu/sample/gumbel.py", "murmur3_hash32") == "e4a19a342c0e6e39"

@@ -94,7 +94,7 @@ CHART = "document.querySelector('.card.small canvas')"
 def test_curves_are_searched_smoothed_and_saved(tab: Tab, page: Path) -> None:
     tab.open(address(page, tab="curves", find="kl_loss"), wait_for=CHART)
     assert tab.evaluate("[...document.querySelectorAll('.card.small h3')].map((one) => one.textContent)") == ["actor/kl_loss"]
-    # What is saved is caught where it becomes a file.
+    # What is saved is caught if it becomes a file.
     tab.evaluate(
         "window.__saved = []; HTMLAnchorElement.prototype.click = () => 0; URL.createObjectURL = (blob) => { window.__saved.push(blob); return ''; }; 0"
     )

@@ -1,4 +1,4 @@
-"""Where metrics go: the file, TensorBoard, W&B and MLflow, and the names that they have there."""
+"""If metrics go: the file, TensorBoard, W&B and MLflow, and the names that they have there."""
 
 from __future__ import annotations
 

@@ -158,6 +158,6 @@ def test_a_run_on_pairs_has_a_line_of_its_own() -> None:
         "1.50",
         "1m01s",
     ]
-    # Every value ends under the end of its name, before the first step as well, where there is validation alone.
+    # Every value ends under the end of its name, before the first step as well, if there is validation alone.
     assert len(head) == len(line) == len(as_text(step_line.line(0, 9, {"val/accuracy": 0.0, "val/loss": 0.7})))
     assert head.split()[:4] == ["step", "loss", "val", "loss"] and "margin" in head and "ppl" not in head

@@ -269,7 +269,7 @@ def test_async_without_staleness_is_the_synchronous_schedule(make, refills, gen_
         run, _ = make(config, 6, with_val=False, rows=40, policy=actor, pool=pool, reference=True)
         run.fit()
         trained.append(actor.trained)
-        samplings.append([] if refills else pool.samplings)  # which are asked for one by one where groups are replaced
+        samplings.append([] if refills else pool.samplings)  # which are asked for one by one if groups are replaced
         asked.append([uid for uid, _ in pool.asked])
         rows = rows_of(run)
         assert not refills or max(row["filter_groups/num_gen_batches"] for row in rows) > 1

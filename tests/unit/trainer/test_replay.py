@@ -169,7 +169,7 @@ def test_groups_with_rare_successes_take_the_places_of_those_without_a_signal_fo
     replay = GroupReplay(ReplayConfig(max_age=2), batch_size=3, n=4)
     step_1 = [*group("a", RARE), *group("b", OFTEN), *group("c", NONE)]
     assert replay.fill(step_1, 1) == (step_1, {"replay/groups": 0.0, "replay/kept": 1.0})
-    # Nothing is replayed where all groups have a signal.
+    # Nothing is replayed if all groups have a signal.
     trained, metrics = replay.fill([*group("d", RARE), *group("e", OFTEN), *group("f", RARE)], 2)
     assert uids(trained) == ["d", "e", "f"] and metrics == {"replay/groups": 0.0, "replay/kept": 3.0}
     trained, metrics = replay.fill([*group("g", NONE), *group("h", OFTEN), *group("i", ALL)], 3)
@@ -180,7 +180,7 @@ def test_groups_with_rare_successes_take_the_places_of_those_without_a_signal_fo
     assert trained[:4] == old
     trained, metrics = replay.fill([*group("j", NONE), *group("k", NONE), *group("l", NONE)], 4)
     assert uids(trained) == ["d", "f", "l"] and metrics["replay/kept"] == 2.0, "the group of step 1 is too old"
-    # Where groups without a signal are left out before, the batch is filled up.
+    # If groups without a signal are left out before, the batch is filled up.
     assert uids(replay.fill(group("m", OFTEN), 4)[0]) == ["m", "d", "f"]
 
 

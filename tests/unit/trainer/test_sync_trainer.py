@@ -248,7 +248,7 @@ def test_remax_samples_a_greedy_response_to_each_prompt_and_trains_on_the_others
     assert row["perf/total_num_tokens"] == 4 * prompt_tokens + 8 * len((2, 3))
     records = read_rollouts(trainer.output.run_dir.rollouts / "step_1.jsonl")
     assert [record["sample"] for record in records] == [0, 1, 2, 3] * 2
-    # Rewards 1 0 1 0, minus 1 where the greedy response was right, and minus 0 where it was not.
+    # Rewards 1 0 1 0, minus 1 if the greedy response was right, and minus 0 if it was not.
     assert [record["advantage"] for record in records] == [0.0, -1.0, 0.0, -1.0, 1.0, 0.0, 1.0, 0.0]
 
 
