@@ -98,7 +98,7 @@ def read_inputs(
     if episodes is not None:
         for note in episodes.check(tokenizer):
             console.warn(note)
-    data_plan = plan if episodes is None else plan.with_data(episodes.data)
+    data_plan = plan if episodes is None else plan.with_data(episodes.data(tokenizer))
     train, val, rows = _data(data_plan, tokenizer, vocab_size, console, run_dir.path, collected, part)
     models = ModelRewards(plan, scorer, tokenizer, decoder(tokenizer))
     reward = audit = None

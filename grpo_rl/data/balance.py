@@ -78,7 +78,7 @@ def _assigned(
 ) -> tuple[list[list[int]], int, float]:
     """Return each rank's indices, the work of the slowest rank summed over the mini-batches, and what it would be if even."""
     shards: list[list[int]] = [[] for _ in range(num_ranks)]
-    if all(units_of_rank == chosen[0] for units_of_rank in chosen):
+    if all(batches_of_sequence == chosen[0] for batches_of_sequence in chosen):
         # All work is one lot: the rank that gets a unit is the only one whose place in the queue changes.
         queue = [(0, 0, rank) for rank in range(num_ranks)]
         for unit in units:

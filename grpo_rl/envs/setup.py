@@ -52,11 +52,15 @@ class EpisodeSetup:
         tool_schemas = tuple({"type": "function", "function": schema} for schema in schemas)
         return EpisodeSetup(config, dataclasses.replace(host, tools=tools), tool_schemas)
 
-    @property
-    def data(self) -> DataConfig:
-        """The settings of the data, with the tools that every prompt shows."""
+    def data(self, tokenizer: Any) -> DataConfig:
+        """Return the settings of the data, with the tools that every prompt shows.
+
+        Prompts of embedded models show none: these know their tools from the rows of their warm start.
+        """
+        from grpo_rl.models.builtin import CHAT_TEMPLATE
+
         data = self.config.data
-        if not self.schemas:
+        if not self.schemas or getattr(tokenizer, "chat_template", None) == CHAT_TEMPLATE:
             return data
         kwargs = {"tools": list(self.schemas), **data.apply_chat_template_kwargs}
         return dataclasses.replace(data, apply_chat_template_kwargs=kwargs)
@@ -68,14 +72,14 @@ class EpisodeSetup:
 
     def deltas(self, tokenizer: Any, stop_ids: frozenset[int]) -> ChatDeltas:
         """Return what renders the context between turns."""
-        return ChatDeltas(Renderer(self.data, tokenizer), tokenizer, stop_ids)
+        return ChatDeltas(Renderer(self.data(tokenizer), tokenizer), tokenizer, stop_ids)
 
     def check(self, tokenizer: Any) -> list[str]:
         """Return what is to be noted of the chat template. Raises ConfigError for one that episodes cannot be played with.
 
         Without a template the prompts have to be plain strings, and so has what comes between turns.
         """
-        renderer = Renderer(self.data, tokenizer)
+        renderer = Renderer(self.data(tokenizer), tokenizer)
         if not renderer.has_template:
             return []
         names = [schema["function"]["name"] for schema in self.schemas]

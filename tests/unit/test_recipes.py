@@ -12,7 +12,10 @@ from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import plays_episodes
 from grpo_rl.config.recipes import folder, known_recipes
 from grpo_rl.config.schema.fields import flat, leaves
+from grpo_rl.data.prompts import Renderer
+from grpo_rl.envs.setup import EpisodeSetup
 from grpo_rl.errors import ConfigError
+from grpo_rl.models.builtin import build_tokenizer, get_builtin
 from grpo_rl.rewards.compose import RewardFunction
 
 
@@ -24,6 +27,18 @@ def test_a_recipe_is_a_valid_configuration(recipe: str) -> None:
     # What the plan builds before anything starts; an environment may give the whole reward.
     if composed.config.reward.functions or not plays_episodes(composed.config):
         RewardFunction.from_config(composed.config.reward)
+
+
+@pytest.mark.parametrize("recipe", known_recipes())
+def test_episodes_of_a_recipe_can_be_rendered_for_its_embedded_model(recipe: str) -> None:
+    config = compose([f"recipe={recipe}"]).config
+    setup, path = EpisodeSetup.of(config), config.actor_rollout_ref.model.path
+    if setup is None or not path.startswith("builtin:"):
+        return
+    tokenizer = build_tokenizer(get_builtin(path.removeprefix("builtin:")).vocab_size)
+    setup.check(tokenizer)
+    renderer = Renderer(setup.data(tokenizer), tokenizer)
+    assert renderer.render([{"role": "user", "content": "1+2="}], "row 0").endswith("<|assistant|>")
 
 
 @pytest.mark.parametrize("recipe", known_recipes())
