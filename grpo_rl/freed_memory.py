@@ -12,8 +12,7 @@ KEPT_BYTES = 256 << 20
 With glibc's defaults a step's tensors, which are megabytes each, are given back and mapped anew, and the kernel clears every
 page again: 14,000 to 37,000 page faults in a step of 1.1 M parameters, and 4 % of its time (scripts/bench_sft.py). A second arena,
 which is what a thread beside the first one gets, gives back even more often. More than this goes back at the end of a phase, for
-actor and engine take turns: 135 M parameters left 2.9 GiB with the actor while the engine sampled. Clearing their pages again takes
-3 % of an update."""
+actor and engine take turns: 135 M parameters left 2.9 GiB with the actor while the engine sampled."""
 _FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
 
 

@@ -13,31 +13,10 @@ from grpo_rl.data.tasks.made_rows import LazyRows, Row, row_of
 Split = Literal["train", "val"]
 Level = Literal["easy", "hard"]
 
-# A tokenizer such as SmolLM2's has one token for most of these words after a space and several after a quotation mark, so a model
-# that copies one into JSON has to spell it. With the first 40 names and 30 cities alone the training reward was 0.99 after 15 steps
-# and had nothing more to say, while held-out names were still misspelt.
 NAMES: dict[Split, tuple[str, ...]] = {
     "train": tuple(
-        "Anna Ben Carla David Elena Felix Greta Hugo Ines Jonas Karin Leo Mira Nils Olga Paul Rosa Simon Tina "
-        "Victor Wanda Yusuf Amir Bella Cedric Dina Emil Fatima Georg Hanna Ivan Julia Kofi Lina Marco Nora "
-        "Omar Petra Ravi Sofia Francis Carol Abraham Luther Victoria Albert Philip Harry Patrick Benjamin "
-        "Walter Douglas Margaret Frederick Solomon Marshall Nelson Howard Christopher Eric Isaac Susan Steve "
-        "Anthony Karl Alfred Alan Morgan Juan Oliver Norman Lucy Nicholas Gordon Florence Catherine Jonathan "
-        "Sally Brian Barbara Emma Bruce Ruth Roger Gregory Bernard Graham Joshua Helen Mitchell Martha "
-        "Stanley Kelly Steven Grace Charlotte Augustine Kevin Lisa Ryan Laura Herbert Jake Nathan Rachel "
-        "Calvin Aaron Rick Homer Dave Nancy Ralph Charlie Vincent Harold Harvey Gary Karen Todd Arnold Andre "
-        "Julius Timothy Joan Friedrich Henri Basil Tony Hunter Linda Gilbert Jess Billy Edmund Robin Ronald "
-        "Hugh Theodore Gabriel Craig Leonardo Julian Jennifer Malcolm Jason Wayne Ruby Ellen Ernest Maxim "
-        "Constantine Johannes Clara Kate Saul Troy Luis Keith Esther Clement Jeremiah Juliet Owen Orion Pablo "
-        "Bruno Claire Jill Erik Floyd Denis Abigail Hassan Elliott Adrian Olivia Raphael Irving Hermann Ezra "
-        "Whitney Fletcher Seth Cyrus Antony Penny Sidney Brett Miranda Fernando Nathaniel Ashley Jonah Horace "
-        "Amanda Sebastian Nicole Heather Monica Amos Rudolf Stephanie Abbott Ella Brent Juno Holly Kathleen "
-        "Katie Hillary Nicolas Nina Sandra Molly Virgil Casey Stefan Abdullah Lorenzo Iris Oswald Diane "
-        "Roland Shirley Preston Allison Marianne Cecil Alexandra Melissa Lyndon Vera Drew Alexa Francesco "
-        "Ibrahim Dalton Sophie Alison Naomi Titus Raja Pascal Judy Dudley Wolfgang Fritz Christina Chuck "
-        "Agnes Bobby Jules Lazarus Dwight Elis Ethan Jackie Elias Quinn Mikhail Randall Josef Musa Miriam "
-        "Luna Willis Eliza Lorraine Wendy Josiah Clayton Clifford Clarence Jorge Erin Polly Gertrude "
-        "Cornelius Laurence Samantha Lauren Carmel".split()
+        "Anna Ben Carla David Elena Felix Greta Hugo Ines Jonas Karin Leo Mira Nils Olga Paul Rosa Simon Tina Victor Wanda Yusuf "
+        "Amir Bella Cedric Dina Emil Fatima Georg Hanna Ivan Julia Kofi Lina Marco Nora Omar Petra Ravi Sofia".split()
     ),
     "val": tuple(
         "Adele Boris Chiara Dmitri Edith Farid Gisela Henrik Isabel Jakob Kemal Louise Milan Nadia Oskar Priya".split()
@@ -45,17 +24,8 @@ NAMES: dict[Split, tuple[str, ...]] = {
 }
 CITIES: dict[Split, tuple[str, ...]] = {
     "train": tuple(
-        "Berlin Paris Madrid Lisbon Oslo Vienna Rome Dublin Prague Athens Helsinki Warsaw Zurich Geneva "
-        "Munich Lyon Porto Milan Turin Bergen Cairo Lagos Nairobi Delhi Tokyo Seoul Lima Boston Chicago "
-        "Denver Jerusalem Philadelphia Antioch Toronto Moscow Berkeley Orleans Sydney Houston Baltimore "
-        "Beijing Atlanta Detroit Cleveland Florence Venice Melbourne Montreal Edinburgh Vancouver Birmingham "
-        "Manhattan Portland Richmond Amsterdam Miami Manchester Pittsburgh Brooklyn Phoenix Ottawa Dallas "
-        "Bristol Copenhagen Brussels Glasgow Salvador Cincinnati Rochester Kyoto Shanghai Norfolk Dresden "
-        "Nottingham Leipzig Nuremberg Calgary Bombay Toledo Winchester Omaha Monterey Dubai Bonn Calcutta "
-        "Syracuse Winnipeg Hartford Louisville Lexington Canberra Brisbane Indianapolis Halifax Tucson Perth "
-        "Medina Tehran Exeter Leicester Greenwich Nagasaki Budapest Havana Honolulu Edmonton Cardiff "
-        "Worcester Gloucester Portsmouth Southampton Belfast Cologne Heidelberg Salisbury Tampa Dayton "
-        "Raleigh Johannesburg Bologna Lyons Hyderabad Kabul Kiev Tunis Wuhan".split()
+        "Berlin Paris Madrid Lisbon Oslo Vienna Rome Dublin Prague Athens Helsinki Warsaw Zurich Geneva Munich Lyon Porto Milan "
+        "Turin Bergen Cairo Lagos Nairobi Delhi Tokyo Seoul Lima Boston Chicago Denver".split()
     ),
     "val": tuple("Hamburg Naples Valencia Krakow Cork Tampere Basel Marseille Mumbai Osaka Quito Seattle".split()),
 }
