@@ -1,4 +1,4 @@
-"""An audit of the reward: other functions score some of each step's responses, and nothing is trained on what they say."""
+"""Other functions score some of each step's responses beside the training, which reads nothing of it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ PREFIX = "audit/"
 
 
 class Audit:
-    """Scores `reward.audit_share` of a step's responses with the functions of `reward.audit`, beside the training."""
-
     def __init__(
         self,
         config: RewardConfig,
@@ -36,10 +34,7 @@ class Audit:
         stack: ExitStack,
         start: Callable[[str, Done, Broken], JobPool] | None = None,
     ) -> None:
-        """`function` has the functions of `reward.audit`; `stack` ends its processes.
-
-        `start` makes the processes of a service from its name; without it they are on this machine.
-        """
+        """`start` makes the processes of a service from its name; without it they are on this machine."""
         audit_config = audit_of(config)
         rules, models = None, list[ModelReward]()
         if function is not None:
@@ -63,7 +58,7 @@ class Audit:
             self._scorer.submit(copy)
 
     def logged(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Return the rollouts as the log has them: copies of those that were audited, with `audit/NAME` among their parts."""
+        """The rollouts as the log has them: those that were audited with `audit/NAME` among their parts."""
         results = [self._found.get((rollout.prompt.uid, rollout.sample_index)) for rollout in rollouts]
         return [
             rollout if parts is None else replace(rollout, reward_parts=rollout.reward_parts | parts)
@@ -71,12 +66,11 @@ class Audit:
         ]
 
     def wait(self, warn: Callable[[str], None]) -> Metrics:
-        """Return metrics of what was submitted; `warn` is called if some of it could not be audited.
+        """Metrics of what was submitted; `warn` is called if some of it could not be audited.
 
-        Of each function, over the prompts with an audited response, with both numbers averaged over those responses:
-        `audit/NAME`, the mean of its score, and `audit/NAME/reward`, that of the reward which is trained on, of the same
-        responses; `.../std` and `.../reward_std` are their standard deviations and `.../correlation` Pearson's between the two;
-        `.../num_prompts` says how many prompts these are. `audit/failures` counts responses that could not be audited.
+        Over the prompts with an audited response, their numbers averaged over those responses: `audit/NAME`
+        is the mean score of a function, `.../reward` the mean of the trained reward of the same responses,
+        `.../std` and `.../reward_std` their standard deviations, `.../correlation` Pearson's between the two.
         """
         self._found = {}
         try:
@@ -101,7 +95,7 @@ class Audit:
 
 
 def auditing(config: RewardConfig, data_sources: Iterable[str]) -> RewardFunction | None:
-    """Return the functions of `reward.audit`; None without any. Raises ConfigError for functions that cannot be used."""
+    """Raises ConfigError for functions that cannot be used."""
     audit_config = audit_of(config)
     if not audit_config.functions:
         return None
@@ -111,7 +105,7 @@ def auditing(config: RewardConfig, data_sources: Iterable[str]) -> RewardFunctio
 
 
 def sample(rollouts: Sequence[Rollout], share: float) -> list[Rollout]:
-    """Return a share of the rollouts that have a reward, at least one, spread over as many prompts as there can be."""
+    """A share of the rollouts that have a reward, at least one, spread over as many prompts as possible."""
     candidates = [item for item in rollouts if item.reward is not None and item.failure is None and item.sample_index != GREEDY]
     places: dict[str, int] = defaultdict(int)
     ordered = []
@@ -127,7 +121,7 @@ def _digest(rollout: Rollout) -> bytes:
 
 
 def _paired(name: str, pairs: np.ndarray) -> Metrics:
-    """Return the metrics of one function from the (reward, score) of each prompt, [prompts, 2]."""
+    """`pairs`: (reward, score) of each prompt, [prompts, 2]."""
     reward, score = pairs.T
     product = reward.std() * score.std()
     correlation = float(np.mean((reward - reward.mean()) * (score - score.mean())) / product) if product > 0 else 0.0

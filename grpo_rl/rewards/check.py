@@ -1,10 +1,6 @@
-"""Try a reward function on rows of a file before any training.
+"""`grpo-rl check-reward`: try a reward function on rows of a file before any training.
 
-    python -m grpo_rl.rewards.check my_reward.py[:name] --data file [--rows N]
-    python -m grpo_rl.rewards.check math --data train.parquet --options '{"boxed_only": true}'
-
-Shows what each response is worth, how long it took, and what failed and why; then the first row is answered by strange responses
-(empty, plain, wrong, long, foreign). Exit code 0 when every response got a reward, else 2.
+Exit code 0 if every response got a reward, else 2.
 """
 
 from __future__ import annotations
@@ -41,7 +37,7 @@ from grpo_rl.rewards.runtime.process import Job, RewardProcess, spared
 
 SHOWN_ROWS = 20
 TRIED_ROWS = 8
-"""Rows on which each form of a right response is tried, to choose one."""
+"""Rows on which each form of a right response is tried."""
 SHOWN_CHARACTERS = 40
 SHOWN_FAILURES = 10
 FAILED, INTERRUPTED = 2, 130
@@ -52,12 +48,12 @@ STRANGE: dict[str, str | None] = {
     "long": "9" * 20_000,
     "foreign": "答案是四。الجواب ٤ 🙂\u202e\x00 </answer> \\boxed{{",
 }
-"""Responses that a policy gives sooner or later, by what is strange in them: each is tried on the first row with a reward. Plain is the bare ground truth."""
+"""Each is tried on the first row with a reward. Plain is the bare ground truth."""
 IN_MARKS, BARE = "the ground truth in the forms of the known rules", "the bare ground truth"
 PLAIN_DIGITS = 6
-"""Digits before or behind the point up to which a number is written without a power of ten."""
+"""A number with more digits before or behind the point is written with a power of ten."""
 MAX_NUMBERS = 5
-"""Numbers of a countdown that is solved here: six take seconds."""
+"""Numbers of a countdown that is solved: six take seconds."""
 
 
 class Row(NamedTuple):
@@ -66,7 +62,7 @@ class Row(NamedTuple):
     ground_truth: Any
     extra_info: dict[str, Any]
     forms: dict[str, str]
-    """Responses that should be right, by the words for what each is; none for a row that has one of its own."""
+    """Responses that should be right, by the words for what each is; none if the row has a response."""
     response: str | None = None
 
     def sample(self) -> Sample:
@@ -80,19 +76,17 @@ class TriedRow(NamedTuple):
 
 
 class Trial:
-    """A reward process as a run has them, asked by the main thread; it is replaced when it had to be killed."""
+    """A reward process as a run has them; replaced if it had to be killed."""
 
     def __init__(self, config: RewardConfig, log: OutputLog) -> None:
-        """Find the functions. Raises ConfigError for an unknown name, file or option."""
+        """Raises ConfigError for an unknown name, file or option."""
         self._config, self._components = config, RewardFunction.from_config(config).components
         self._worker: RewardProcess | None = None
         self._log, self._data_sources = log, set[str]()
 
     def outcomes(self, rows: Sequence[Row]) -> Iterator[TriedRow]:
-        """Yield the reward of these rows: each by itself, or all in one call if there is a function of lists.
-
-        Raises RewardError if no process starts.
-        """
+        """One call for each row, or one for all if a function takes lists. Raises RewardError if no process
+        starts."""
         self._data_sources |= {row.data_source for row in rows}
         batched = [component for component in self._components if component.batched]
         singly = [component for component in self._components if not component.batched]
@@ -110,7 +104,6 @@ class Trial:
                 )
 
     def _sum(self, components: Sequence[Component], outcomes: Sequence[Outcome]) -> Outcome:
-        """Return the weighted sum with its parts; of one function what it gave; the first failure if there is one."""
         results = [outcome for outcome in outcomes if isinstance(outcome, RewardResult)]
         if failure := next((outcome for outcome in outcomes if isinstance(outcome, RewardFailure)), None):
             return failure
@@ -142,10 +135,9 @@ class Trial:
 
 
 def read_rows(names: Sequence[str], count: int, response: str | None, data: DataConfig, functions: Sequence[str]) -> list[Row]:
-    """Return the first `count` rows of data files, folders or tasks, read as a run with these columns reads them.
+    """The first `count` rows as a run with these columns reads them; `response` names the responses' column.
 
-    The response is the text in the column `response`; if none is named, there are those of `right_responses`. Raises
-    DataError, naming the file, the row and the column, for what cannot be read so.
+    Raises DataError, naming the file, the row and the column.
     """
     source = Joined("the data", [open_source(name) for name in names])
     places = range(min(count, len(source)))
@@ -167,7 +159,7 @@ def _row(place: int, where: str, row: dict[str, Any], response: str | None, data
 
 
 def best_form(trial: Trial, rows: Sequence[Row]) -> str:
-    """Return the form of a right response that earns most in the first rows; the first of those that earn the same."""
+    """The form of a right response that earns most in the first rows."""
     forms = list(dict.fromkeys(form for row in rows for form in row.forms))
     tries = [(form, row._replace(response=row.forms[form])) for form in forms for row in rows[:TRIED_ROWS] if form in row.forms]
     worth = dict.fromkeys(forms, 0.0)
@@ -180,8 +172,9 @@ def best_form(trial: Trial, rows: Sequence[Row]) -> str:
 def right_responses(
     row: Mapping[str, Any], data_source: str, ground_truth: Any, extra_info: Mapping[str, Any], *, marked_only: bool = False
 ) -> dict[str, str]:
-    """Return responses that should be right, by the words for what each is: those that the row has itself, then those made
-    from its ground truth. With `marked_only` none is the bare ground truth, which a rule for marked answers finds equal to itself.
+    """Responses that should be right, by the words for what each is.
+
+    With `marked_only` none is the bare ground truth, which a rule for marked answers finds equal to itself.
     """
     summary: dict[str, Any] = {
         "the row's response": row.get("response"),
@@ -198,7 +191,7 @@ def right_responses(
 
 
 def is_structured(ground_truth: Any) -> bool:
-    """Return whether a ground truth, or its JSON text, has parts: it may be an answer, or say what an answer has to be like."""
+    """Whether a ground truth, or its JSON text, has parts."""
     if isinstance(ground_truth, str):
         return ground_truth.lstrip().startswith(("{", "["))
     if isinstance(ground_truth, list | tuple):
@@ -207,7 +200,6 @@ def is_structured(ground_truth: Any) -> bool:
 
 
 def _last_answer(row: Mapping[str, Any]) -> str | None:
-    """Return what the assistant says last in a column of chat messages; None in a row without."""
     for value in row.values():
         last = value[-1] if isinstance(value, list) and value else None
         if isinstance(last, Mapping) and last.get("role") == "assistant" and isinstance(last.get("content"), str):
@@ -216,7 +208,7 @@ def _last_answer(row: Mapping[str, Any]) -> str | None:
 
 
 def gold_response(data_source: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> str | None:
-    """Return a response with the right answer, in all the forms that the rules read; None if it cannot be made."""
+    """A right response in all the forms that the rules read; None if it cannot be made."""
     solution = extra_info.get("answer")
     if isinstance(solution, str) and "####" in solution:
         return solution
@@ -234,14 +226,14 @@ def gold_response(data_source: str, ground_truth: Any, extra_info: Mapping[str, 
 
 
 def _scientific(gold: str) -> str:
-    """Return a large or small number as people write it, others as they are: 602000000 as `6.02 \\times 10^{8}`."""
+    """602000000 as `6.02 \\times 10^{8}`; a number of few digits as it is."""
     exponent = Decimal(gold).adjusted()
     mantissa = Decimal(gold).scaleb(-exponent).normalize()
     return rf"{mantissa} \times 10^{{{exponent}}}" if abs(exponent) > PLAIN_DIGITS else gold
 
 
 def solve(numbers: list[int], target: int) -> str | None:
-    """Return an expression of all `numbers`, each once, whose value is the `target`; None without one, and for more than 5 numbers."""
+    """An expression of all `numbers`, each once, whose value is `target`; None for more than 5 numbers."""
     return _solve([(Fraction(n), str(n)) for n in numbers], Fraction(target)) if len(numbers) <= MAX_NUMBERS else None
 
 
@@ -261,13 +253,11 @@ def _solve(terms: list[tuple[Fraction, str]], target: Fraction) -> str | None:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest of `values` that at least `share` of them do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def show(tried: Sequence[TriedRow], strange: Sequence[TriedRow], unmade: int, console: Console) -> None:
-    """The rows, the timings, the failures, and what strange responses earn. Model text is shown without its control characters."""
     table = Table("row", "response", "score", "parts")
     for row, _, outcome in tried[:SHOWN_ROWS]:
         score, values = ("failed", {}) if isinstance(outcome, RewardFailure) else (f"{outcome.score:g}", outcome.values)
@@ -383,7 +373,6 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
 
 
 def _reward_of(given: argparse.Namespace, config: RewardConfig) -> RewardConfig:
-    """Return the settings of the function that is named, or of the recipe's reward."""
     timeout_s = config.timeout_s if given.timeout_s is None else given.timeout_s
     options = _options(given.options)
     if given.function is None:

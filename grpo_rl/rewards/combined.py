@@ -1,4 +1,4 @@
-"""The reward of a run whose summands are rules, models and the turns of episodes."""
+"""Rewards whose summands are rules, models and the turns of episodes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ if TYPE_CHECKING:  # types imports torch, which a reward process does without
 
 
 REWARD_MODEL, ENVIRONMENT = "reward_model", "environment"
-"""The names of the scores of models, and of the reward of an episode's turns, among the parts of the reward."""
 RULE = "by-rule"
-"""The name of the rules' reward among the parts, if it is no summand. No function can be called so."""
+"""The rules' reward among the parts, if it is no summand. No function can be called so."""
 
 
 class ModelReward(Protocol):
@@ -29,21 +28,18 @@ class ModelReward(Protocol):
     weight: float
 
     def submit(self, rollout: Rollout) -> None:
-        """Start scoring; returns at once. A rollout given again while it is pending is scored once."""
+        """Returns at once. A rollout given again while it is pending is scored once."""
 
     def wait(self, rollouts: Sequence[Rollout]) -> list[Outcome]:
-        """Return the score of each rollout, or why there is none. Submits those that were not."""
+        """Submits those that were not."""
 
-    def close(self) -> None:
-        """Stop working."""
+    def close(self) -> None: ...
 
 
 class CombinedRewarder:
-    """Rules and models together; implements `protocols.Rewarder`.
+    """Formula: reward = sum of the rules + sum of weight * score over the models; so are steps of a model.
 
-    reward = sum of the rules + sum of weight * score over the models, whose scores stand in `reward_parts` by name. A
-    model that scores steps gives `steps`, times its weight. With `models_alone` the rules are no summand: their reward is
-    the part `by-rule`, for iterated training, which shows it beside the model's.
+    With `models_alone` (iterated training) the rules' reward is no summand but the part `by-rule`.
     """
 
     def __init__(
@@ -57,18 +53,16 @@ class CombinedRewarder:
         self.factors = dict(counted) | {model.name: model.weight for model in models}
 
     def submit(self, rollout: Rollout) -> None:
-        """Start scoring one rollout by everything there is; returns at once."""
         if self.rules is not None:
             self.rules.submit(rollout)
         for model in self.models:
             model.submit(rollout)
 
     def wait(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The same rollouts with `reward`, `reward_parts` and `steps` filled, or with `failure`. Submits those that
-        were not.
+        """Fill `reward`, `reward_parts` and `steps`, or `failure`; submits rollouts that were not.
 
-        The reward of a failed one is chosen by `reward.on_failure`, for models and environments as for rules. Raises RewardError, with
-        counts by kind and the first causes, when one failed and the run shall stop, and when all sampled ones have.
+        Raises RewardError, with counts by kind and first causes, if a failure stops the run or all sampled
+        ones failed.
         """
         for rollout in rollouts:
             for model in self.models:
@@ -103,14 +97,13 @@ class CombinedRewarder:
 
 
 def fail(rollout: Rollout, kind: str, cause: str | None, config: RewardConfig) -> None:
-    """Make a rollout one without a score: its reward is chosen by `reward.on_failure`."""
     rollout.failure, rollout.failure_cause = kind, cause
     rollout.reward = config.failure_value if config.on_failure == "value" else None
     rollout.reward_parts, rollout.steps = {}, None
 
 
 def fail_beyond_float32(rollouts: Sequence[Rollout], config: RewardConfig) -> None:
-    """Make rollouts failed ones whose sum of finite rewards is no float32, as those of a batch are."""
+    """A sum of finite rewards may be more than float32 holds."""
     for rollout in rollouts:
         if rollout.failure is None and rollout.reward is not None:
             try:
@@ -121,7 +114,6 @@ def fail_beyond_float32(rollouts: Sequence[Rollout], config: RewardConfig) -> No
 
 
 def stop_where_due(rollouts: Sequence[Rollout], config: RewardConfig) -> None:
-    """Raise RewardError, with counts by kind and the first causes, if one has failed and the run shall stop, or all sampled ones have."""
     failures = [(rollout.failure, rollout.failure_cause or "") for rollout in rollouts if rollout.failure is not None]
     if failures and config.on_failure == "stop":
         raise RewardError(f"{summary(failures, len(rollouts))} (reward.on_failure=stop)")
@@ -130,7 +122,7 @@ def stop_where_due(rollouts: Sequence[Rollout], config: RewardConfig) -> None:
 
 
 def by_rule(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Return the rollouts with the reward of the rules, if that is no summand; others, and failed ones, as they are."""
+    """The rollouts with the reward of the rules, if that is no summand and they did not fail."""
     return [
         replace(rollout, reward=rollout.reward_parts[RULE]) if RULE in rollout.reward_parts else rollout for rollout in rollouts
     ]
@@ -146,7 +138,7 @@ def _add(rollout: Rollout, model: ModelReward, result: RewardResult) -> None:
 
 
 def factors_of(config: Config) -> dict[str, float]:
-    """The factor of each part of the reward. Raises ConfigError for functions that cannot be found."""
+    """Raises ConfigError for functions that cannot be found."""
     if derived.is_iterated(config):
         return {RULE: 0.0} | model_factors(config)
     rules = RewardFunction.from_config(config.reward).factors if config.reward.functions else {}
@@ -154,7 +146,6 @@ def factors_of(config: Config) -> dict[str, float]:
 
 
 def model_factors(config: Config) -> dict[str, float]:
-    """The factors of the scores that models give, and of what the turns of an episode earn."""
     factors: dict[str, float] = {}
     if config.reward.reward_model.enable:
         factors[REWARD_MODEL] = config.reward.reward_model.weight
@@ -166,14 +157,12 @@ def model_factors(config: Config) -> dict[str, float]:
 
 
 def may_score_steps(config: Config) -> bool:
-    """Return whether some part of the reward may give the rewards of reasoning steps."""
     if derived.scores_steps_by_model(config) or derived.plays_episodes(config):
         return True
     return bool(config.reward.functions) and RewardFunction.from_config(config.reward).may_score_steps
 
 
 def describe_roles(config: Config, num_ranks: int, played_in: str) -> Iterator[tuple[str, str]]:
-    """Yield the lines of the plan about models that score beside the rules, and where they run."""
     if config.reward.reward_model.enable:
         model, several = config.reward.reward_model, num_ranks > 1
         pool = f"in a pool of {'their' if several else 'its'} own"
@@ -202,22 +191,18 @@ def describe_roles(config: Config, num_ranks: int, played_in: str) -> Iterator[t
 
 
 def describe_models(config: Config) -> list[str]:
-    """The models' summands as the plan writes those of the rules: `0.5*reward_model`."""
     return [name if weight == 1 else f"{weight:g}*{name}" for name, weight in model_factors(config).items()]
 
 
 SOLVED = "solved"
-"""The number of an environment's `info` that is the part `acc` of the reward: 1 if the episode reached its goal."""
+"""The number of an environment's `info` that becomes the part `acc`: 1 if the episode reached its goal."""
 TRUNCATION = "truncation"
-"""The name of the penalty of truncated episodes among the parts."""
 
 
 class EpisodeRewarder(CombinedRewarder):
-    """The reward of a run whose rollouts are episodes.
+    """Formula: reward = functions and models + weight * Σ_t γ^t r_t - penalty; γ is multi_turn.turn_discount.
 
-    Formula: reward = functions and models + weight * Σ_t γ^t r_t - penalty, with r_t the reward of turn t, γ =
-    multi_turn.turn_discount. The steps of a rollout are its turns with a reward: each has weight * r_t, and the last turn in
-    addition everything that is given for the whole episode.
+    Steps are the turns with a reward r_t, weight * r_t each; the last has what is given for the whole too.
     """
 
     def __init__(
@@ -236,11 +221,8 @@ class EpisodeRewarder(CombinedRewarder):
         self._weight = self.factors[ENVIRONMENT] = episodes.environment.reward_weight
 
     def wait(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Return the same rollouts with reward, parts and steps, or with a failure.
-
-        An episode whose environment failed is treated by `reward.on_failure`, a truncated one by its rule. Raises RewardError
-        if the run shall stop, and if all have failed.
-        """
+        """Adds the rewards of turns. An episode whose environment failed is treated by
+        `reward.on_failure`."""
         scored = super().wait(rollouts)
         for rollout in scored:
             if rollout.episode is not None:
@@ -273,7 +255,6 @@ class EpisodeRewarder(CombinedRewarder):
             )
 
     def _steps(self, episode: Episode, of_whole: float | None, weight: float) -> tuple[tuple[int, float], ...]:
-        """Return the turns with `weight` times their rewards; the last one has `of_whole` in addition."""
         turns = [turn for turn in episode.turns if turn.length]
         rewards = {turn.end - 1: weight * (turn.reward or 0.0) for turn in turns if self._every_turn or turn.reward is not None}
         if turns and of_whole is not None:

@@ -1,5 +1,3 @@
-"""The reward of a run: a weighted sum of reward functions, each result checked."""
-
 from __future__ import annotations
 
 import functools
@@ -36,21 +34,17 @@ if TYPE_CHECKING:  # types imports torch, which a reward process does without
 
 LIFTED = ("acc", "answer")
 """Keys of a result that also appear in the parts without the component's name, for validation."""
-
-
 JUDGE = "judge"
-"""The name of the judge's score among the parts of the reward, and of the judge in `reward.audit`."""
 
 
 class AssembledReward(NamedTuple):
     reward: float
     parts: dict[str, float]
     steps: tuple[Step, ...] | None
-    """The rewards of reasoning steps; None if no steps are read."""
 
 
 class RewardFunction:
-    """A reward function of a whole rollout: `sum of factor * score` over its components."""
+    """The sum of factor * score over the components."""
 
     def __init__(self, components: list[Component], decode: Decode | None = None) -> None:
         if not components:
@@ -60,13 +54,9 @@ class RewardFunction:
 
     @classmethod
     def from_config(cls, config: RewardConfig, decode: Decode | None = None, key: str = "functions") -> RewardFunction:
-        """The sum that `reward.functions` (or `reward.custom_reward_function`) describes.
+        """`decode`, from tokens to the scored text, is given if each response must have rewards of steps.
 
-        `decode`, from tokens to the text that is scored, is given if the rewards of reasoning steps are read;
-        each response must have steps then. `key` is the one that messages name: `audit` for the settings of `audit_of`.
-
-        Raises ConfigError, with all problems at once, for unknown names, files that cannot be imported,
-        options that a function does not take, and contradictions.
+        `key` (`functions` or `audit`) is named in messages. Raises ConfigError with all problems at once.
         """
         problems, parsed, components = list[str](), list[tuple[float, str]](), list[Component]()
         for spec in _specs(config):
@@ -101,25 +91,21 @@ class RewardFunction:
 
     @property
     def may_score_steps(self) -> bool:
-        """Return whether some component may give the rewards of reasoning steps, as a user's own always may."""
+        """A user's function always may."""
         return any(component.own or component.name in SCORE_STEPS for component in self.components)
 
     @property
     def runs_code(self) -> bool:
-        """Return whether some component runs programs that a model writes."""
         return any(is_code(component.function) for component in self.components)
 
     def check_data_sources(self, data_sources: Iterable[str]) -> None:
-        """Raise ConfigError, before any rollout, when `auto` has no rule for some of the `data_sources`."""
         if any(component.function is auto for component in self.components):
             check_data_sources(data_sources)
 
     def assemble(self, rollout: Rollout, outcomes: Sequence[Outcome]) -> AssembledReward:
-        """Return what the results are worth together: those of functions of one response, then those of functions of lists.
+        """`outcomes`: first of the functions of one response, then of the functions of lists.
 
-        Parts are each component's score by name, further numbers of a dict as `name/key`. `acc` and `answer` of the first component
-        that gives them stand in the parts by themselves too. Raises RewardFailure for the first one among the outcomes, and, if
-        steps are read, for none and for bad ones.
+        Raises RewardFailure for the first failure among them, and for missing or bad steps if steps are read.
         """
         results: dict[str, RewardResult] = {}
         as_called = sorted(self.components, key=lambda component: component.batched)
@@ -149,7 +135,6 @@ class RewardFunction:
         return AssembledReward(reward, parts, None if self.decode is None else self._only_steps(steps, rollout))
 
     def _only_steps(self, steps: dict[str, tuple[Step, ...]], rollout: Rollout) -> tuple[Step, ...]:
-        """The steps of the one component that gave some. Raises RewardFailure when none did, or several."""
         if len(steps) == 1:
             return next(iter(steps.values()))
         if steps:
@@ -160,11 +145,7 @@ class RewardFunction:
 
 
 def sample_of(rollout: Rollout) -> Sample:
-    """Return the arguments of a reward function for this rollout. Of an episode, `extra_info` has the conversation too.
-
-    A short `question` is what was asked last, if the row has none: a rule can tell a task of arithmetic by it. `prompt_tail` is
-    what the prompt has of the response already: the `<think>` of its template, or the message that is gone on with.
-    """
+    """Adds a short `question` of the prompt: a rule can tell a task of arithmetic by it."""
     prompt, episode = rollout.prompt, rollout.episode
     question = prompt.text if prompt.messages is None else prompt.messages[-1].get("content")
     extra_info = prompt.extra_info
@@ -181,12 +162,11 @@ def sample_of(rollout: Rollout) -> Sample:
 
 
 def place(name: str, rollout: Rollout) -> str:
-    """Return which function, prompt and sample an error is about."""
     return f"reward {name!r} for prompt {rollout.prompt.uid}, sample {rollout.sample_index}"
 
 
 def audit_of(config: RewardConfig) -> RewardConfig:
-    """Return the settings under which the functions of `reward.audit` are called, with the two lists in each other's place."""
+    """`config` with `functions` and `audit` in each other's place."""
     return replace(
         config,
         functions=[name for name in config.audit if name != JUDGE],
@@ -240,7 +220,6 @@ def _component(name: str, factor: float, names: list[str], config: RewardConfig)
 
 
 def _parse(spec: str) -> tuple[float, str]:
-    """`0.2*format` as (0.2, "format"); the factor is 1 if none is given."""
     text, star, name = spec.partition("*")
     if not star:
         return 1.0, spec.strip()
@@ -254,7 +233,7 @@ def _parse(spec: str) -> tuple[float, str]:
 
 
 def _part_name(name: str, names: list[str]) -> str:
-    """The function's name, with its file before it if two files have a function of that name."""
+    """The function's name, behind its file's if two files have a function of that name."""
     source, colon, function = name.rpartition(":")
     if not colon or sum(other.rpartition(":")[2] == function for other in names) == 1:
         return function

@@ -21,23 +21,20 @@ if TYPE_CHECKING:  # types imports torch, which a reward process does without
 
 
 TIMEOUT = "reward_timeout"
-"""The failure of a call that took longer than `reward.timeout_s`."""
 ERROR = "reward_error"
-"""The failure of a function that raised, or whose process died."""
+"""The function raised, or its process died."""
 INVALID = "reward_invalid"
-"""The failure of a value that is no reward: not a finite number of float32, or a list of the wrong length."""
+"""Not a finite number of float32, or a list of the wrong length."""
 LARGEST_REWARD = 3.4028234663852886e38
-"""The largest float32: batches have rewards as such."""
 KINDS = (TIMEOUT, ERROR, INVALID)
 CALLED = "; it is called as "
-"""The words in a cause before the interface of a user's function."""
 SHOWN_CAUSES = 3
 LONGEST_CAUSE = 2000
-"""Characters of a cause that are kept: an exception's text may hold a whole response."""
+"""Characters: an exception's text may hold a whole response."""
 
 
 class RewardFailure(RewardError):
-    """An error: one response could not be scored. `kind` is one word that ends in _timeout, _error or _invalid."""
+    """One response could not be scored. `kind` is one word that ends in _timeout, _error or _invalid."""
 
     def __init__(self, kind: str, cause: str) -> None:
         self.kind, self.cause = kind, shortened(cause)
@@ -51,17 +48,13 @@ class RewardFailure(RewardError):
 
 
 def shortened(cause: str) -> str:
-    """The cause without secrets, and with its middle left out if it is too long to keep."""
     cause = outside(redact(cause))
     half = LONGEST_CAUSE // 2
     return cause if len(cause) <= LONGEST_CAUSE else f"{cause[:half]} ... {cause[-half:]}"
 
 
 def summary(failures: Sequence[tuple[str, str]], total: int) -> str:
-    """`3 of 64 rewards failed (2 reward_timeout, 1 reward_error), first: ...` of failures (kind, cause).
-
-    The first cause of each kind comes first; interfaces of users' functions come last, each once.
-    """
+    """`3 of 64 rewards failed (2 reward_timeout, 1 reward_error), first: ...` of failures (kind, cause)."""
     counts = Counter(kind for kind, _ in failures)
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
     of_each_kind: dict[str, str] = {}
@@ -78,13 +71,13 @@ LONGEST_SHOWN = 200
 
 
 class RewardResult(NamedTuple):
-    """One function's, or one model's, view of one response, before its factor."""
+    """The score is before the component's factor."""
 
     score: float
     values: Mapping[str, float] = MappingProxyType({})
-    """Further numbers, by their key; logged as `name/key`."""
+    """Logged as `name/key`."""
     steps: Any = None
-    """The value under a function's key `steps`, unread, or a model's rewards of steps, on tokens; None if there are none."""
+    """A function's value of `steps`, unread, or a model's rewards of steps, on tokens."""
 
     def plain(self) -> dict[str, Any]:
         steps = {} if self.steps is None else {"steps": self.steps}
@@ -95,10 +88,7 @@ Outcome = RewardResult | RewardFailure
 
 
 def read_result(value: Any) -> RewardResult:
-    """The result in `value`. Raises RewardFailure (`reward_invalid`), with the value and the rule, if there is none.
-
-    Even the reading may fail: a dict or a number may be of the user's own class.
-    """
+    """Raises RewardFailure (`reward_invalid`), also if reading fails: the value may be of a user's class."""
     try:
         value = _item(value)
         if not isinstance(value, Mapping):
@@ -119,12 +109,11 @@ def read_result(value: Any) -> RewardResult:
 
 
 def _item(value: Any) -> Any:
-    """Return the number that a numpy scalar, or an array or tensor without dimensions, holds; anything else as it is."""
     return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
 
 
 def number_of(value: Any, key: str) -> float:
-    """Return the number that a reward is, or a part of it. Raises RewardFailure (`reward_invalid`) for what float32 does not hold."""
+    """Raises RewardFailure (`reward_invalid`) for what float32 does not hold."""
     value = _item(value)
     if not isinstance(value, Real):
         text = repr(value)
@@ -159,13 +148,12 @@ class Component:
     factor: float
     function: Callable[..., Any]
     batched: bool = False
-    """True if the function takes lists, one entry per response, and returns a list."""
+    """Takes lists, one entry per response, and returns a list."""
     own: bool = False
-    """True for a user's function: it is called to score only, as a call may cost something."""
+    """A user's function: it is called to score only, as a call may cost something."""
 
     @property
     def interface(self) -> str:
-        """Return the end of a failure's cause: how a user's function is called, and what it returns; "" for one of ours."""
         if not self.own:
             return ""
         arguments, returned = (BATCH_ARGUMENTS, f"a list of {RETURNED}") if self.batched else (ARGUMENTS, RETURNED)
@@ -173,12 +161,12 @@ class Component:
 
 
 def call(component: Component, sample: Sample) -> RewardResult:
-    """The result of a function of single responses for one. Raises RewardFailure for whatever the function does but return a reward."""
+    """Raises RewardFailure for whatever the function does but return a reward."""
     return read_result(_returned(component, sample._asdict()))
 
 
 def call_batch(component: Component, samples: Sequence[Sample]) -> list[Outcome]:
-    """The results of one call for all responses. Raises RewardFailure if the call itself fails, which no response survives."""
+    """Raises RewardFailure if the call itself fails, which no response survives."""
     columns = [list(column) for column in zip(*samples, strict=True)]
     returned = _returned(component, dict(zip(BATCH_ARGUMENTS, columns, strict=True)))
     if hasattr(returned, "tolist"):
@@ -209,7 +197,7 @@ def _returned(component: Component, arguments: dict[str, Any]) -> Any:
 
 @functools.cache
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """One loop for all calls, so that a function may keep its connections."""
+    """One loop for all calls: a function may keep its connections."""
     import asyncio  # a sixth of a reward process's start, for functions that are async
 
     return asyncio.new_event_loop()

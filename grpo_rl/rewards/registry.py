@@ -1,9 +1,7 @@
 """The reward functions by name, and by the `data_source` of a row.
 
-A reward function takes `(data_source, solution_str, ground_truth, extra_info)`, verl's signature, and
-returns a number, or a dict with `score` and whatever else should be logged with it. Further keys
-have a meaning of their own: `acc` is what validation reports, `answer` is what its majority vote counts,
-and `steps`, a list of (end, reward), scores reasoning steps: see `rewards/steps.py`.
+A reward function has verl's signature. Of the keys of a returned dict, `acc` is what validation reports,
+`answer` what its majority vote counts, and `steps` the rewards of reasoning steps (`rewards/steps.py`).
 """
 
 from __future__ import annotations
@@ -46,7 +44,6 @@ MATH_SOURCES = (
     "olympiadbench",
     "minerva",
 )
-"""The names of mathematics in verl's scripts and in the data sets that they read."""
 
 RULES: dict[str, Callable[..., float | dict[str, float]]] = {
     "arithmetic": arithmetic,
@@ -63,19 +60,18 @@ RULES: dict[str, Callable[..., float | dict[str, float]]] = {
 def auto(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> float | dict[str, float]:
-    """Return what the rule for this `data_source` gives. Raises ConfigError when there is none."""
+    """Score by the rule of this `data_source`. Raises ConfigError if there is none."""
     check_data_sources([data_source])
     return RULES[data_source](data_source, solution_str, ground_truth, extra_info)
 
 
 def reads_marks(name: str, data_source: str) -> bool:
-    """Return whether this function of the package looks for an answer that is marked: a box, `####`, tags, `answer is`."""
+    """Whether this function looks for an answer that is marked: a box, `####`, tags, `answer is`."""
     function = RULES.get(data_source) if name == "auto" else REWARDS.get(name) if name in REWARDS else None
     return function in (math, gsm8k, gsm8k_flexible, exact_match, multiple_choice)
 
 
 def check_data_sources(data_sources: Iterable[str]) -> None:
-    """Raise ConfigError when some of the `data_sources` have no rule."""
     if unknown := sorted(set(data_sources) - set(RULES)):
         raise ConfigError(
             f"no rule-based reward belongs to data_source {', '.join(map(repr, unknown))}; there is one for "
@@ -93,4 +89,3 @@ for _function in (
     REWARDS.register(_function.__name__)(_function)
 
 SCORE_STEPS = frozenset({"arithmetic_process", "written_sum"})
-"""The functions of these that score reasoning steps too."""

@@ -1,13 +1,9 @@
 """Rewards of reasoning steps: from characters of the response, which a reward function sees, to tokens.
 
-A reward function returns them under the key `steps`: a list of (end, reward) in the order of the text. `end` counts
-the characters of the response up to and including the step's last one, so that `solution_str[:end]` ends with the step.
-
-Training gives a step's reward to the step's last token, so the character has to become a token. Tokens are not cut where
-steps are: one may hold the end of a step and the beginning of the next, and one character may take several tokens, of
-which no one alone can be decoded. A step therefore ends with the first token up to which the decoded response contains
-all of the step. That token is searched by decoding the response's own tokens; the text is never tokenized again, as that
-may give other tokens than those that were sampled.
+`steps` is a list of (end, reward) in the order of the text; `solution_str[:end]` ends with the step. A step's
+reward goes to the first token up to which the decoded response contains all of the step: one token may hold
+the end of a step and the beginning of the next, and one character may take several tokens. The response's own
+tokens are decoded; the text is never tokenized again, as that may give other tokens than were sampled.
 """
 
 from __future__ import annotations
@@ -30,16 +26,15 @@ NO_STEPS = (
     "'steps', a list of (end, reward) with end counting the characters of solution_str up to the step's end"
 )
 BLOCK = 64
-"""Tokens decoded at once in the search for steps: few calls, and short texts to look through."""
+"""Tokens decoded at once in the search for steps."""
 UNFINISHED = "\ufffd"
 """The character to which the bytes of an incomplete character decode."""
 
 
 def read_steps(steps: Any, rollout: Rollout, decode: Decode, factor: float = 1.0) -> tuple[Step, ...]:
-    """The steps that a reward function returned, on tokens, their rewards times `factor`.
+    """Steps on tokens, their rewards times `factor`.
 
-    Raises ValueError, with the step and the rule, for anything but pairs of an end in the text, each after the one before,
-    and a finite reward.
+    Raises ValueError unless these are pairs of an end in the text, each after the last, and a finite reward.
     """
     if not isinstance(steps, Sequence) or isinstance(steps, str | bytes):
         raise ValueError(f"steps is {steps!r} ({type(steps).__name__}), not a list of (end, reward)")
@@ -70,9 +65,8 @@ def read_steps(steps: Any, rollout: Rollout, decode: Decode, factor: float = 1.0
 def step_ends(token_ids: Sequence[int], decode: Decode, ends: Sequence[int]) -> list[int]:
     """Index of the token that completes the last character before each of `ends`, which ascend.
 
-    Exact if the text of all tokens is that of the bytes of each, as with byte-level tokenizers: a character of several
-    tokens belongs to the last of them. Tokens without text, such as the end of the sequence, complete nothing.
-    The time is linear in the tokens and in the ends. Raises ValueError for an end beyond the text.
+    Exact with byte-level tokenizers. Tokens without text complete nothing. Takes time linear in tokens and
+    ends. Raises ValueError for an end beyond the text.
     """
     text = decode(token_ids)
     if ends and ends[-1] > len(text):
@@ -82,7 +76,7 @@ def step_ends(token_ids: Sequence[int], decode: Decode, ends: Sequence[int]) -> 
     for end in ends:
         while end > reached:
             start, chars, stop, reached = _block(token_ids, decode, text, stop, reached)
-        # The shortest run of tokens whose text begins with the step. Longer runs do so too, so halving the range finds it.
+        # The shortest run of tokens whose text begins with the step; longer runs do so too.
         low, high = start + 1, stop
         while low < high:
             middle = (low + high) // 2
@@ -95,10 +89,9 @@ def step_ends(token_ids: Sequence[int], decode: Decode, ends: Sequence[int]) -> 
 
 
 def _block(token_ids: Sequence[int], decode: Decode, text: str, start: int, chars: int) -> tuple[int, int, int, int]:
-    """Tokens that decode alone as they do in `text` and end with a complete character: where they begin and end.
+    """Tokens from `start` that decode alone as in `text` and end with a complete character; else all tokens.
 
-    Each place is the number of tokens, and of characters, before it. The block begins at `start` and `chars` and has `BLOCK`
-    tokens, or more if those will not do. At last it is all tokens from `start`, or simply all.
+    Returns where they begin and end: tokens and characters before each place.
     """
     size = BLOCK
     while start + size < len(token_ids):

@@ -1,5 +1,3 @@
-"""Metrics of validation from scored rollouts."""
-
 from __future__ import annotations
 
 from collections import defaultdict
@@ -13,18 +11,18 @@ from grpo_rl.types import Metrics, Rollout
 def validation_metrics(rollouts: Sequence[Rollout], n: int) -> Metrics:
     """Means over the prompts of each data source of some numbers of a prompt's n responses.
 
-    The value v of a response is its `acc` part if the reward gives one, else its reward; 0 if its reward failed.
+    The value v of a response is its `acc` part if the reward gives one, else its reward; 0 if its reward
+    failed.
 
-    - `val/{source}/mean@n`: the mean of v.
-    - `val/{source}/best@n`: the largest v.
-    - `val/{source}/maj@n`: v of the winner of a majority vote. Responses vote for their `answer` part;
-      those without one vote only if no response of the prompt has one, and then for their v. Between
-      answers with equally many votes the mean is taken, which is what a random choice gives on average.
+    - `val/{source}/mean@n`, `best@n`: the mean and the largest v.
+    - `val/{source}/maj@n`: v of the winner of a majority vote over the `answer` parts; responses without one
+      vote only if no response of the prompt has one, and then for their v. Between ties the mean is taken:
+      what a random choice gives on average.
     - `val/{source}/response_length`: tokens per response; `val/{source}/reward`: the reward itself.
     - `val/{source}/{function}/mean@n`: the mean of one function's score, before its factor.
-    - `val/{source}/reward_failures`: how many rewards failed, no mean; each counts as 0 in all the others.
+    - `val/{source}/reward_failures`: how many rewards failed.
 
-    Raises ValueError when a prompt has not exactly n responses, or one has neither reward nor failure.
+    Raises ValueError if a prompt has not exactly n responses, or one has neither reward nor failure.
     """
     groups: dict[str, list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
@@ -60,7 +58,6 @@ def _of_source(groups: list[list[Rollout]], n: int) -> Metrics:
 
 
 def value_of(rollout: Rollout) -> float:
-    """The accuracy of a scored rollout if its reward gives one, else the reward."""
     if rollout.failure is not None:
         return 0.0
     assert rollout.reward is not None
@@ -68,7 +65,7 @@ def value_of(rollout: Rollout) -> float:
 
 
 def majority(votes: Iterable[tuple[float, float | None]]) -> float:
-    """The value of the answer with the most votes, from value and answer of each response; the mean over answers that tie."""
+    """From value and answer of each response."""
     votes = list(votes)
     ballots: dict[float, list[float]] = defaultdict(list)
     for value, answer in [vote for vote in votes if vote[1] is not None] or votes:

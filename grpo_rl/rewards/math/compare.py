@@ -1,7 +1,7 @@
 """Comparison of two mathematical answers without an algebra system: most are settled here, either way.
 
-Elements of tuples, intervals, lists, sets, unions and matrices are compared by their value; two equations are left to algebra, unless
-both define one name or what is on their left minus what is on their right is the same.
+Two equations are left to algebra, unless both define one name or what is on their left minus what is on their
+right is the same.
 """
 
 from __future__ import annotations
@@ -16,45 +16,41 @@ from grpo_rl.rewards.math.math_tokens import MAX_TEXT, differ, readings, spellin
 from grpo_rl.rewards.math.math_values import Expression, NoExpression, Number, TwoNumbers, close, values
 
 MAX_ELEMENTS = 60
-"""Elements of a set that may stand in any order; a larger one must be written alike."""
+"""A larger set must be written alike."""
 MAX_NESTING = 6
 SIGNIFICANT = 6
-"""Digits that a decimal must have to stand for a number that is no decimal, such as 1/3 or a root."""
+"""Digits that a decimal must have to stand for 1/3 or a root."""
 MATRICES = ("matrix", "smallmatrix", "pmatrix", "bmatrix", "Bmatrix", "vmatrix", "Vmatrix")
 DETERMINANTS = ("vmatrix", "Vmatrix")
 OPENING, CLOSING = ("(", "[", "{", "\\{"), (")", "]", "}", "\\}")
 OPERATIONS = frozenset(("+", "-", "*", "/", "^", "!", "(", "\\frac", "\\sqrt", "\\binom", "\\choose"))
-"""A bracket behind a factor, too, is a product."""
 RELATIONS = frozenset(("\\ne", "\\le", "\\ge", "<", ">", "\\lt", "\\gt"))
 
 Tokens = tuple[str, ...]
 Kind = Literal["number", "word", "tuple", "set", "solution", "either", "equation", "unreadable"]
-"""`word` is whatever is equal to its own spelling only, `either` is `\\frac13 \\approx 0.333`.
-
-An interval and a matrix are tuples, a list and a union are sets. A `solution` is `x = 2`, `p = 3, q = 2` or `(p, q) = (3, 2)`; an
+"""`word` is equal to its own spelling only, `either` is `\\frac13 \\approx 0.333`, an interval and a matrix
+are tuples, a list and a union are sets. A `solution` is `x = 2`, `p = 3, q = 2` or `(p, q) = (3, 2)`; an
 `equation` is any other.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class MathAnswer:
-    """An answer that was read: what it is, and its value or its parts."""
-
     kind: Kind
     spelling: str
     value: tuple[Number, ...] = ()
-    """The values at all points, of an equation those of its left side minus its right one."""
+    """At all points; of an equation those of its left side minus its right one."""
     parts: tuple[MathAnswer, ...] = ()
     marks: str = ""
-    """The brackets of a tuple, the shape of a matrix, the sign of a union, `%` of a percentage."""
+    """Brackets of a tuple, shape of a matrix, sign of a union, `%` of a percentage."""
     names: tuple[str, ...] = ()
-    """The variables of a solution, whose values are the parts."""
+    """Variables of a solution, whose values are the parts."""
     decimals: int = -1
-    """Significant digits of a number written as a decimal or an integer; -1 of any other."""
+    """Significant digits of a decimal or an integer; -1 of any other."""
 
 
 def compare(gold: str, answer: str) -> bool | None:
-    """Return whether `answer` is `gold`; None if only algebra can decide. `nan` is equal to nothing.
+    """None if only algebra can decide. `nan` is equal to nothing.
 
     `1,200` as the gold is 1200, which the list `1, 200` is not; as an answer it is either.
     """
@@ -72,7 +68,7 @@ def compare(gold: str, answer: str) -> bool | None:
 
 
 def number(text: str) -> float | None:
-    """The value of an answer that is one number; None for anything else."""
+    """None for what is not one number."""
     if len(text) > MAX_TEXT:
         return None
     read = _read(tokens(text))
@@ -86,7 +82,7 @@ def number(text: str) -> float | None:
 
 
 def operations(text: str) -> int:
-    """The operations of an answer, behind its last `=`: 1 of `17*23` and `\\frac12`, 0 of 391 and -8."""
+    """Operations behind the last `=`: 1 of `17*23` and `\\frac12`, 0 of 391 and -8."""
     if len(text) > MAX_TEXT:
         return 0
     last_side = _split(tokens(text), "=")[-1]
@@ -172,13 +168,13 @@ def _expression(parts: Tokens, text: str) -> MathAnswer:
 
 
 def _equation(sides: MathAnswer) -> MathAnswer:
-    """A definition, also `5 = x` and `(p, q) = (3, 2)`; of `17 * 23 = 391` the last number; else an equation, whose sides do not matter."""
+    """A definition, also `5 = x` and `(p, q) = (3, 2)`; of `17 * 23 = 391` the last number; else an equation,
+    whose order is free."""
     lhs, rhs = sides.parts
     if len(lhs.value) == 1 and len(rhs.value) > 1 and _is_name(rhs.spelling):
         lhs, rhs = rhs, lhs
     size = max(len(lhs.value), len(rhs.value))
     pairs = [(lhs.value[k % len(lhs.value)], rhs.value[k % len(rhs.value)]) for k in range(size) if lhs.value and rhs.value]
-    # Of sides with a variable, where everything is exact.
     is_exact = size > 1 and all(isinstance(a, Fraction) and isinstance(b, Fraction) for a, b in pairs)
     sides = replace(sides, value=tuple(a - b for a, b in pairs) if is_exact else ())
     if _is_name(lhs.spelling):
@@ -193,7 +189,7 @@ def _equation(sides: MathAnswer) -> MathAnswer:
 
 
 def _is_name(text: str) -> bool:
-    """`x`, `x_1` or `f(x)`: what stands before the `=` of a definition."""
+    """`x`, `x_1` or `f(x)`."""
     pieces = text.split("\0")
     return (pieces[0].isalpha() or pieces[0].startswith("\\")) and (
         len(pieces) == 1 or (len(pieces) == 4 and pieces[1] == "(") or (len(pieces) == 3 and pieces[1] == "_")
@@ -201,7 +197,7 @@ def _is_name(text: str) -> bool:
 
 
 def _solutions(listed: MathAnswer) -> MathAnswer:
-    """The list; but `p=5, q=2` is one solution, and `p=5, q=2, p=7, q=2` are two, each with all its variables."""
+    """`p=5, q=2` is one solution; `p=5, q=2, p=7, q=2` are two, each with all its variables."""
     names = tuple(name for part in listed.parts for name in part.names)
     size = len(set(names))
     if size < 2 or any(len(part.names) != 1 for part in listed.parts) or names != names[:size] * (len(names) // size):
@@ -233,7 +229,7 @@ def _approximation(sides: MathAnswer) -> MathAnswer:
 
 
 def _rounds_to(exact: MathAnswer, rounded: MathAnswer) -> bool:
-    """Return whether a number, rounded or cut off, is the other: both plain numbers, without variables."""
+    """Whether a number, rounded or cut off, is the other."""
     if not exact.kind == rounded.kind == "number" or len(exact.value) != 1 or len(rounded.value) != 1:
         return False
     if rounded.decimals < 0 or exact.marks or rounded.marks:
@@ -246,7 +242,7 @@ def _rounds_to(exact: MathAnswer, rounded: MathAnswer) -> bool:
 
 
 def _split(parts: Tokens, separator: str) -> list[Tokens]:
-    """The pieces between separators that stand in no brackets."""
+    """Pieces between separators outside of brackets."""
     pieces: list[Tokens] = []
     depth = start = 0
     for place, token in enumerate(parts):
@@ -261,7 +257,7 @@ def _split(parts: Tokens, separator: str) -> list[Tokens]:
 
 
 def _between(parts: Tokens) -> Tokens | None:
-    """Return what the outermost brackets hold, if they hold everything."""
+    """What the outermost brackets hold, if they hold everything."""
     if len(parts) < 3 or parts[0] not in OPENING or parts[-1] not in CLOSING:
         return None
     depth = 0
@@ -273,7 +269,7 @@ def _between(parts: Tokens) -> Tokens | None:
 
 
 def _flat(pieces: list[Tokens]) -> list[Tokens]:
-    """The elements of a list; one with a `\\pm` is two."""
+    """An element with a `\\pm` is two."""
     flat: list[Tokens] = []
     for piece in pieces:
         if piece.count("\\pm") == 1:
@@ -314,13 +310,12 @@ def _same(first: MathAnswer, other: MathAnswer) -> bool | None:
 
 
 def _same_each(some: Sequence[MathAnswer], others: Sequence[MathAnswer]) -> bool | None:
-    """Each element is the other one in its place."""
     verdicts = [_same(*pair) for pair in zip(some, others, strict=False)]
     return False if False in verdicts or len(some) != len(others) else None if None in verdicts else True
 
 
 def _same_sets(some: Sequence[MathAnswer], others: Sequence[MathAnswer]) -> bool | None:
-    """Each element has its partner, in any order."""
+    """In any order."""
     unmatched = list(others)
     if len(some) != len(unmatched):
         return False

@@ -1,4 +1,4 @@
-"""Rule-based reward of mathematics: the answer in the last box, equal to the ground truth as text, as value, or by algebra."""
+"""Rule-based reward of mathematics: equal to the ground truth as text, as value, or by algebra."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from grpo_rl.rewards.math.math_tokens import MAX_TEXT, spelling, tokens
 from grpo_rl.rewards.rules.answers import after_thought, final_answer, golds_of, last_boxed, with_prompt_tail
 
 LARGEST = 1e15
-"""Integers up to here are exact as the floats that parts of a reward are."""
+"""Integers up to here are exact as floats."""
 
 LONGEST_QUESTION = 200
 EXPRESSION = re.compile(
@@ -39,13 +39,15 @@ def math(
 ) -> dict[str, float]:
     """`score` 1 when the final answer is equal to the ground truth, 0 otherwise.
 
-    The answer is what the last `\\boxed{...}` holds; if there is no box, unless `boxed_only`, what the last `<answer>` tags
-    hold or what follows the last `answer is`. What stands inside `<think>` is no answer, unless `skip_thought` is off. Most are settled as text, number, fraction, tuple, set, matrix or equation; the
-    rest by math-verify, unless `algebra` is off. `refused` is 1 if an answer was too large or too strange for that, and
-    worth 0. An answer with more operations than the ground truth, `17*23` for 391, is worth 0 with `evaluated`; without a
-    value for it, if the question in `extra_info` is such an expression. `answer`, for majority votes, is the number if the answer is one, else a number made of its text.
-    A ground truth that is a list is several, each of them right. Raises nothing for whatever a response holds, and ValueError for a
-    ground truth that is missing.
+    The answer is what the last `\\boxed{...}` holds; if there is no box, unless `boxed_only`, what the last
+    `<answer>` tags hold or what follows the last `answer is`. What stands inside `<think>` is no answer,
+    unless `skip_thought` is off. Most are settled as text, number, fraction, tuple, set, matrix or equation;
+    the rest by math-verify, unless `algebra` is off. `refused` is 1 if an answer was too large or too strange
+    for that, and worth 0. An answer with more operations than the ground truth, `17*23` for 391, is worth 0
+    with `evaluated`; without a value for it, if the question in `extra_info` is such an expression. `answer`,
+    for majority votes, is the number if the answer is one, else a number made of its text. A ground truth
+    that is a list is several, each of them right. Raises nothing for whatever a response holds, and
+    ValueError for a ground truth that is missing.
     """
     golds = golds_of(ground_truth)
     text = after_thought(solution_str, extra_info) if skip_thought else with_prompt_tail(solution_str, extra_info)
@@ -65,7 +67,7 @@ def math(
 
 
 def _graded(gold: str, answer: str, algebra: bool) -> tuple[bool, bool]:
-    """Return whether the answer is right, and whether it was refused."""
+    """Whether the answer is right, and whether it was refused."""
     settled = compare(gold, answer)
     if settled is not None:
         return settled, False
@@ -76,7 +78,7 @@ def _graded(gold: str, answer: str, algebra: bool) -> tuple[bool, bool]:
 
 
 def _asks_for_value(question: str, gold: str) -> bool:
-    """Return whether a short question has an expression in it whose value is the ground truth, as in `What is 17*23?`."""
+    """`What is 17*23?`: whether the question has an expression whose value is the ground truth."""
     expressions = [text.strip(" \t\n.,=") for text in EXPRESSION.findall(question)] if len(question) <= LONGEST_QUESTION else []
     return any(operations(text) > operations(gold) and compare(gold, text) is True for text in expressions)
 
@@ -86,7 +88,7 @@ def _vote(answer: str) -> float:
     if value is not None and abs(value) < LARGEST:
         return value
     text = spelling(tokens(answer)) if len(answer) <= MAX_TEXT else answer
-    # Beyond all numbers above, so that no number has the vote of a text.
+    # No number has the vote of a text.
     return 2 * LARGEST + zlib.crc32(text.encode(errors="surrogatepass"))
 
 
@@ -97,7 +99,7 @@ MAX_NESTING = 6
 MAX_POWERS = 8
 MAX_EXPONENT = 99
 MAX_GROUP_EXPONENT = 4
-"""The largest power of brackets: an algebra system multiplies it out."""
+"""An algebra system multiplies a power of brackets out."""
 MAX_FUNCTIONS = 4
 MAX_SEPARATORS = 12
 MAX_CELLS = 9
@@ -120,7 +122,7 @@ RELATION = re.compile(r"[=<>]|\\(?:le|leq|ge|geq|lt|gt|ne|neq|in)\b")
 
 
 def may_reach_algebra(text: str) -> bool:
-    """Return whether the algebra system's work on a text is bounded, in its size and its kind. Takes time linear in the text."""
+    """Whether the algebra system's work on a text is bounded. Takes time linear in the text."""
     if len(text) > MAX_LENGTH or not CHARACTERS.fullmatch(text):
         return False
     commands = COMMAND.findall(text)
@@ -143,7 +145,6 @@ def may_reach_algebra(text: str) -> bool:
 
 
 def _has_plain_powers(text: str) -> bool:
-    """Return whether the powers are few, small and no towers."""
     carets = text.count("^")
     powers = list(EXPONENT.finditer(text))
     if carets > MAX_POWERS or carets != len(powers):
@@ -158,19 +159,19 @@ def _has_plain_powers(text: str) -> bool:
 
 
 MOST_CALLS = 500_000
-"""Python functions that the algebra system may call to read two texts and to compare them: a third of a second."""
+"""Python functions that the algebra system may call to read and compare two texts: a third of a second."""
 MOST_CPU_S, MOST_WAIT_S = 0.45, 20.0
-"""Seconds of the processor, and of the clock, after which a comparison is killed that does not count its calls."""
+"""Seconds of the processor, and of the clock, until a comparison is killed that does not count its calls."""
 FIRST_TEXTS = (r"x^2+2\sqrt{y} \le -\frac{r}{8}", r"[2,\infty)\cup\{3\}", r"\sin(2x)\cdot|y|=e^{x}", r"x \in (a,b)")
-"""Texts with most of the grammar, of which the parser makes its tables: the first ones cost ten times as much as others."""
+"""Texts with most of the grammar, of which the parser makes its tables."""
 
 
 def equivalent(gold: str, answer: str) -> bool:
-    """Return whether math-verify finds the two equal. Both must have passed `may_reach_algebra`.
+    """Whether math-verify finds the two equal. Both must have passed `may_reach_algebra`.
 
-    A text that it cannot read is equal to nothing, and so is one that takes too much: the number of functions that are called
-    decides, which does not depend on how busy the machine is. Each pair is compared in a fork of this process, so that no verdict
-    depends on earlier ones, and one that does not come to an end can be killed.
+    A text that cannot be read, or takes too much, is equal to nothing: the number of called functions
+    decides, which does not depend on the machine's load. Each pair is compared in a fork, so that no verdict
+    depends on earlier ones and one that does not end can be killed.
     """
     _load()
     return _compared(gold, answer)
@@ -178,7 +179,7 @@ def equivalent(gold: str, answer: str) -> bool:
 
 @functools.cache
 def _load() -> None:
-    """Load what is loaded by the first comparisons, which would count as their calls."""
+    """The first comparisons load what would count as calls of others."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns, once for a process, that its timeouts are off
     for gold, answer in (("x<1", "1>x"), ("2 \\le x \\le 3", "[2,3]"), ("x^2=4", "x=\\pm\\sqrt{4}")):
         _equal(gold, answer)
@@ -209,11 +210,10 @@ def _compared(gold: str, answer: str) -> bool:
 
 
 class _TooMuch(BaseException):
-    """An error that no `except Exception` on the way catches: the calls are used up."""
+    """Not an Exception, so that nothing on the way catches it."""
 
 
 def _call_counter() -> Callable[[Any, str, Any], None]:
-    """Return a trace function that raises once more than `MOST_CALLS` functions were called."""
     num_calls = 0
 
     def count(frame: Any, event: str, argument: Any) -> None:

@@ -1,4 +1,4 @@
-"""A mathematical answer as tokens, so that spelling does not matter: spaces, `\\left`, `\\dfrac`, `\\text`, units, `$` and `%`."""
+"""A mathematical answer as tokens, so that spelling does not matter."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from decimal import Decimal
 from typing import NamedTuple
 
 MAX_TEXT = 2_000
-"""A longer answer is compared as text and not read."""
+"""A longer answer is compared as text."""
 
 SIGN_COMMANDS = zip(
     "\u00d7\u00b7\u03c0\u221e\u00b0\u222a\u2229\u2264\u2265\u2260\u00b1\u2248\u2205",
@@ -23,7 +23,7 @@ SCIENTIFIC = (
     r"(?:[0-9]+\.[0-9]+e[-+][0-9]{2}|[0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2}|e[-+]0[0-9]|E[-+]?[0-9]{1,2}))"
     r"(?![0-9A-Za-z^]|\.[0-9]|\s*_)"
 )
-"""`1e3`, `1.5E-3` and Python's `1e-05` and `1.6e-19`. Not `2e-3`, which is twice Euler's number minus 3."""
+"""`1e3`, `1.5E-3` and Python's `1e-05`; not `2e-3`, which is twice Euler's number minus 3."""
 TOKEN = re.compile(rf"\\[a-zA-Z]+|\\.|{SCIENTIFIC}|[0-9]+(?:\.[0-9]+)?|\.[0-9]+|[a-zA-Z]+|[^\s]", re.DOTALL)
 RELATIONS = (
     # `5!=120` says what 5! is: after a digit or a bracket the sign is a factorial.
@@ -34,19 +34,19 @@ RELATIONS = (
 FORMULA_MARK = r"(\\\\)|\\[()\[\]]"
 """`\\(` and the like around a formula, and `\\\\`, which ends a row and may stand before a bracket."""
 
-# Thousands. Patterns are text: `re` compiles one when it is first asked for, and keeps it, so that the start of a process
-# does not pay for it. A group is never possessive: `re` before Python 3.11.5 gets such repeats wrong. What a repeat gives back
-# is followed by a comma or a digit, which `_END` refuses at once, so time stays linear.
+# Patterns are text: `re` compiles one when it is first asked for, so that the start of a process does not pay for it.
+# A group is never possessive: `re` before Python 3.11.5 gets such repeats wrong. What a repeat gives back is followed by a
+# comma or a digit, which `_END` refuses at once, so time stays linear.
 _FIRST, _END = r"(?<![0-9.,])[1-9][0-9]{0,2}", r"(?![0-9]|[.,][0-9]|,\\!|\{,\})"
 COMMAS = rf"{_FIRST}(?:,[0-9]{{3}})+(?:\.[0-9]++)?{_END}"
-"""`1,000`: the comma may separate thousands or the elements of a list."""
+"""`1,000`: thousands, or the elements of a list."""
 TIGHT_COMMAS = rf"{_FIRST}(?:(?:,\\!\s*+|\{{,\}})[0-9]{{3}})+(?:\.[0-9]++)?{_END}"
-"""`1,\\!000` and `1{,}000`: the writer took the space after the comma away, so the comma separates thousands."""
+"""`1,\\!000` and `1{,}000`: thousands, as the writer took the space after the comma away."""
 SPACES = r"[-+]?[1-9][0-9]{0,2}(?:(?:\\,|~|\s)[0-9]{3})+(?:\.[0-9]++)?"
 """`12\\,345`, if an answer holds nothing else."""
 DECIMAL_COMMA = rf"(?<![0-9.,}}])[0-9]++\{{,\}}[0-9]++{_END}"
 LIST_COMMA = r",(?:\s|\\[,;: ]|~|\\q?quad)"
-"""A comma with space after it never separates thousands: it separates the elements of a list."""
+"""A comma with space after it separates the elements of a list."""
 NOTHING = {
     *("\\left", "\\right", "\\bigl", "\\bigr", "\\big", "\\Big", "\\Bigl", "\\Bigr", "\\displaystyle", "\\limits"),
     *("\\!", "\\,", "\\;", "\\:", "\\ ", "\\quad", "\\qquad", "~", "$", "\\$", "\\(", "\\)", "\\[", "\\]", "\\degree"),
@@ -110,26 +110,25 @@ pm
 """.strip().splitlines()
     for name in line.split()
 }
-"""The unit of measure of a word, its line's first: two answers with different ones differ. Other words, as in `21\\text{ dogs}`, say nothing."""
+"""The unit of a word is the first of its line: answers with different ones differ. Other words, as in
+`21\\text{ dogs}`, say nothing."""
 HALVES = frozenset(("am", "pm"))
 HALF = r"(?i)(?<![a-z])([ap])\.?\s?m(?![a-z])\.?"
-"""`p.m.` behind a time of day."""
 SIGNS = {"\\circ": "deg", "\\degree": "deg", "\\$": "$", "%": "%"}
 POWERS = {"square": "^2", "sq": "^2", "squared": "^2", "cubic": "^3", "cubed": "^3"}
 OTHER_UNITS = "mm cm km mi ft kg hr unit units square sq cubic people students ways times points per integers numbers"
 UNITS = frozenset(OTHER_UNITS.split()) | {name for name in MEASURES if len(name) > 2}
-"""Words that are a unit at the end of an answer without `\\text` around them, too."""
+"""Units at the end of an answer without `\\text` around them, too."""
 
 
 class Reading(NamedTuple):
     tokens: tuple[str, ...]
-    """Without units."""
     units: frozenset[str]
-    """The units of measure of its parts, with their powers: `cm^2`."""
+    """Units of measure of its parts, with their powers: `cm^2`."""
 
 
 def squeezed(text: str) -> str:
-    """Return the text without white space, except between two digits, where a comma may stand before it: `1 2` is not 12."""
+    """The text without white space, except between two digits: `1 2` is not 12."""
     words = text.split()
     spaced = [
         " " + word if previous[-1] in "0123456789.," and word[0] in "0123456789." else word
@@ -139,22 +138,21 @@ def squeezed(text: str) -> str:
 
 
 def tokens(text: str) -> tuple[str, ...]:
-    """Return the tokens of the first reading of an answer; see `readings`."""
+    """The first of `readings`."""
     return readings(text)[0].tokens
 
 
 def differ(first: Reading, other: Reading) -> bool:
-    """Return whether both have units, and each one that the other lacks. Two times of day have the same half of the day."""
+    """Both have units, and each one that the other lacks. Two times of day have the same half of the day."""
     if ":" in first.tokens and ":" in other.tokens and first.units & HALVES != other.units & HALVES:
         return True
     return bool(first.units - other.units and other.units - first.units)
 
 
 def readings(text: str) -> list[Reading]:
-    """Return what an answer of at most `MAX_TEXT` characters can mean, as tokens spelt in one way: one or two readings.
+    """What an answer of at most `MAX_TEXT` characters can mean; a word in `\\text` is a token like `"cm`.
 
-    There are two if a comma between digits without a space may separate thousands or the elements of a list:
-    `1,200` is read as 1200 first, then as the list 1, 200. A word in `\\text` is a token like `"cm`.
+    `1,200` has two readings: 1200, then the list 1, 200.
     """
     assert len(text) <= MAX_TEXT
     plain = text.translate(CHARACTERS).strip().rstrip(".")
@@ -175,10 +173,10 @@ def readings(text: str) -> list[Reading]:
 
 
 def _thousands(plain: str) -> list[str]:
-    """Return the text with `1,200` read as a number and, if that is possible too, the text as it is.
+    """The text with `1,200` read as a number and, if that is possible too, as it is.
 
-    A group that begins with 0, as in `1,050`, is always one of thousands. In the brackets of a tuple or a set a comma
-    separates elements, unless other commas there have a space after them, as in `(1,200, 3,400)`.
+    `1,050` is always a number. In the brackets of a tuple or a set a comma separates elements, unless other
+    commas there have a space after them, as in `(1,200, 3,400)`.
     """
     spaced = re.search(LIST_COMMA, plain) is not None
     joined, separated, place, depth = "", "", 0, 0
@@ -223,7 +221,7 @@ def _tokens(plain: str) -> Reading:
 
 
 def spelling(parts: tuple[str, ...]) -> str:
-    """One text for all ways to write an answer that differ in letter case of words, in `\\text` around them, or in braces around one token, only."""
+    """Ignores letter case of words, `\\text` around them, and braces around one token."""
     words: list[str] = []
     for token in parts:
         words.append(token.removeprefix('"'))
@@ -242,7 +240,6 @@ def _closing(raw: list[str], opening: int) -> int:
 
 
 def _words(words: list[str]) -> list[str]:
-    """`"word` for each word; what is no word stays as it is."""
     return [_word(word) if word.isalpha() else word for word in words if word not in NOTHING and word not in "{}"]
 
 
@@ -266,7 +263,7 @@ def _without_units(parts: list[str]) -> tuple[tuple[str, ...], list[tuple[str, s
 
 
 def _measured(units: list[tuple[str, str]]) -> set[str]:
-    """The units of measure among the words: `square feet`, and `feet` with the power 2, are `ft^2`."""
+    """`square feet`, and `feet` with the power 2, are `ft^2`."""
     measures: list[str] = []
     implied = ""
     for word, power in units:

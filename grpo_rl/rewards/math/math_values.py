@@ -1,7 +1,7 @@
-"""Values of expressions: exact fractions if the expression has one, complex numbers otherwise, all of bounded size.
+"""Values of expressions: exact fractions if possible, complex numbers otherwise, all of bounded size.
 
-A recursive descent over tokens, not an algebra system: a variable gets a number, so that two expressions are the same if
-they agree at several points (for polynomials and fractions exactly). Nothing here grows with the value of the text.
+A variable gets a number: expressions are the same if they agree at several points (for polynomials and
+fractions exactly). Nothing here grows with the value of the text.
 """
 
 from __future__ import annotations
@@ -48,19 +48,18 @@ ENDS = frozenset((")", "}", "]", ",", "=", "+", "-", "*", "/", "^", "%", "\\choo
 BRACKETS = {"(": ")", "{": "}", "[": "]"}
 POINTS = 3
 ROUNDING = 1e-13
-"""The share of a value that may be the error of its digits."""
+"""Relative error of a value's digits."""
 
 
-class NoExpression(Exception):
-    """An error: the tokens, or the text, are no expression that has a value here."""
+class NoExpression(Exception): ...
 
 
 class TwoNumbers(NoExpression):
-    """An error: two numbers stand side by side, as in `1 2`, where neither 12 nor a product is meant for sure."""
+    """`1 2`, where neither 12 nor a product is meant for sure."""
 
 
 class Expression:
-    """Evaluates tokens at point number `point`: each variable has a fixed positive value there."""
+    """Evaluates tokens at point number `point`, which gives each variable a fixed positive value."""
 
     def __init__(self, tokens: tuple[str, ...], point: int = 0) -> None:
         if len(tokens) > MAX_TOKENS:
@@ -68,10 +67,10 @@ class Expression:
         self._tokens = [piece for token in tokens for piece in _letters(token)]
         self._point, self._place, self._depth = point, 0, 0
         self.num_operations = 0
-        """The operations on the way so far; a product needs no sign, and a sign before a number is none."""
+        """A product needs no sign, and a sign before a number is no operation."""
 
     def value(self) -> Number:
-        """Return the value. Raises NoExpression for tokens that are no expression, and for infinite or huge values."""
+        """Raises NoExpression for tokens that are no expression, and for infinite or huge values."""
         try:
             number = self._sum()
             if self._next():
@@ -112,13 +111,12 @@ class Expression:
             self.num_operations += 1
             factor, is_number = self._power()
             if not operation and is_number:
-                # `1 2`, or `x 2`: what is meant is not clear.
                 raise TwoNumbers
             total = _bounded(sign * (total / factor if operation == "/" else total * factor))
         return total
 
     def _power(self) -> tuple[Number, bool]:
-        """The value of an atom with its power, and whether it is a plain number."""
+        """The value, and whether it is a plain number."""
         is_number = self._next()[:1].isdigit() or self._next()[:1] == "."
         base = self._mixed() if is_number else self._atom()
         while self._next() in ("!", "%"):
@@ -143,7 +141,7 @@ class Expression:
         return integer + part if plain and isinstance(part, Fraction) and 0 < part < 1 else integer * part
 
     def _argument(self) -> Number:
-        """Return what a command or a power applies to: a group in braces, one digit, or one sign."""
+        """A group in braces, one digit, or one sign."""
         token = self._next()
         if len(token) > 1 and token.isdigit():
             self._tokens[self._place : self._place + 1] = [token[0], token[1:]]
@@ -252,7 +250,7 @@ def _factorial(value: Number) -> Number:
 
 
 def _binomial(top: Number, bottom: Number) -> Number:
-    """`top (top - 1) ... (top - bottom + 1) / bottom!`, for a whole `bottom` and any exact `top`."""
+    """top (top - 1) ... (top - bottom + 1) / bottom!, for a whole `bottom` and any exact `top`."""
     if not (isinstance(top, Fraction) and isinstance(bottom, Fraction)) or bottom.denominator != 1:
         raise NoExpression
     if top.denominator == 1 and 0 <= bottom <= top:
@@ -278,10 +276,9 @@ SIGNS = frozenset(("+", "-", "*", "/", "**"))
 
 
 def typed_value(text: str) -> tuple[Number, list[str]]:
-    """The value of an expression as it is typed, numbers with + - * / ** and brackets, and its numbers, in their order.
+    """The value of an expression as it is typed (numbers, + - * / **, brackets), and its numbers in order.
 
-    Nothing is run, and no product is implied. Raises NoExpression for other text, divisions by zero, too large numbers, and a
-    power of a power without brackets.
+    Raises NoExpression for other text, divisions by zero, too large numbers, and a power of a power.
     """
     tokens = TYPED.findall(text)
     sides = itertools.pairwise(tokens)
@@ -293,7 +290,7 @@ def typed_value(text: str) -> tuple[Number, list[str]]:
 
 
 def close(first: Number, second: Number, tolerance: float = 1e-9) -> bool:
-    """Return whether two values are the same: exactly for fractions, else up to a relative `tolerance`."""
+    """Exact for fractions, else up to a relative `tolerance`."""
     if isinstance(first, Fraction) and isinstance(second, Fraction) and tolerance <= 1e-9:
         return first == second
     try:

@@ -1,7 +1,6 @@
 """A language model as judge: a process that asks an OpenAI-compatible endpoint about responses, many at once.
 
-It is started as `python -m grpo_rl.rewards.models.judge CHANNEL PARENT` by `runtime/judge_process.py` and loads no torch; a
-parser of a user's runs in it alone.
+`runtime/judge_process.py` starts it. It loads no torch; a user's parser runs in it alone.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from grpo_rl.rewards.models.judge_answers import Criterion, Parser, aggregated, 
 from grpo_rl.rewards.models.judge_question import ERROR, INVALID, TIMEOUT, JudgeSpec, question
 
 FIRST_ANSWER_S = 10.0
-"""Seconds in which somebody has to answer at the address before the start."""
+"""For somebody to answer at the address before the start."""
 RETRIED = (408, 425, 429)
-"""States that may be over at the next try, as may all of 5xx."""
+"""Statuses that may be over at the next try, as may all of 5xx."""
 LARGEST_ANSWER = 4_000_000
-"""The most bytes of an answer that are read."""
+"""Bytes."""
 SHOWN = 200
 LONGEST_BACKOFF_S = 60.0
 
 
 class _Passing(RewardFailure):
-    """A failure of a try that may be over at the next one, which begins after `after_s` seconds at the earliest."""
+    """May be over at the next try, which begins after `after_s` seconds at the earliest."""
 
     def __init__(self, kind: str, cause: str, after_s: float = 0.0) -> None:
         super().__init__(kind, cause)
@@ -60,13 +59,13 @@ class Judge:
         self._num_running, self._most_running, self._interval_s, self._next_start = 0, 0, 0.0, 0.0
 
     async def allow(self, most_running: int, interval_s: float) -> None:
-        """Let so many requests run at once from now on, each begun that many seconds after the one before it."""
+        """Let so many requests run at once, each begun `interval_s` after the one before it."""
         async with self._changed:
             self._most_running, self._interval_s = most_running, interval_s
             self._changed.notify_all()
 
     def refuse_absent(self) -> None:
-        """Raise RewardError unless somebody answers at the address, and takes the key. No response is judged."""
+        """Raise RewardError unless somebody answers at the address and takes the key."""
         place = f"reward.judge.base_url={self.config.base_url}"
         try:
             answer = httpx.get(f"{str(self.config.base_url).rstrip('/')}/models", headers=self._headers, timeout=FIRST_ANSWER_S)
@@ -81,7 +80,7 @@ class Judge:
             )
 
     async def judge(self, sample: Sample) -> Outcome:
-        """Return the score, or why there is none. Of a rubric it is made of the marks of its criteria, which are its `values`."""
+        """The score of a rubric is made of the marks of its criteria, which are its `values`."""
         try:
             if self.config.rubric is None:
                 return RewardResult(self._mark(await self._answer(sample), self._parser))
@@ -102,7 +101,7 @@ class Judge:
             return failure
 
     async def _answer(self, sample: Sample, criteria: Sequence[Criterion] = ()) -> str:
-        """The judge's words to one question. The deadline counts from the first try, which waits for its turn."""
+        """The deadline counts from the first try, which waits for its turn."""
         body = self._body(question(self._spec.template, sample, criteria))
         async with self._changed:
             await self._changed.wait_for(lambda: self._num_running < self._most_running)
@@ -120,7 +119,7 @@ class Judge:
             self._progressed()
 
     async def _ask(self, body: bytes) -> str:
-        """The judge's answer, by several tries. Raises RewardFailure, the last one."""
+        """Raises RewardFailure, that of the last try."""
         number = 0
         while True:
             try:
@@ -136,7 +135,7 @@ class Judge:
             await self._turn()
 
     async def _turn(self) -> None:
-        """Return when the rate limit lets the next request start."""
+        """Wait until the rate limit lets the next request start."""
         current_s = time.monotonic()
         start = max(current_s, self._next_start)
         self._next_start = start + self._interval_s
@@ -177,7 +176,7 @@ class Judge:
             raise kind(ERROR, f"an answer that cannot be read ({error}): {excerpt}") from None
 
     def _content_of(self, answer: Any) -> str:
-        """Return the text of a chat completion. Raises ValueError for anything else, and for a text that was cut off."""
+        """Raises ValueError for what is no chat completion, and for a text that was cut off."""
         try:
             choice = answer["choices"][0]
             content, reason = choice["message"]["content"], choice.get("finish_reason")
@@ -192,7 +191,7 @@ class Judge:
         return str(outside(content))
 
     def _mark(self, answer: str, parser: Parser) -> float:
-        """The number that the parser finds in the answer, within its bounds. Raises RewardFailure for everything else."""
+        """Raises RewardFailure for what is no number within the bounds."""
         excerpt = f"its answer ends {self._safe(answer, end=True)!r}"
         try:
             value = parser(answer)
@@ -223,7 +222,7 @@ class Judge:
         return json.dumps(request, ensure_ascii=False).encode("utf-8", errors="replace")
 
     def _safe(self, text: str, *, end: bool = False) -> str:
-        """The start, or the end, of a text as one line without the key, which an endpoint may send back in its words."""
+        """The start, or the end, of a text as one line without the key, which an endpoint may send back."""
         if self._key:
             # Before anything is cut off: what was left of a key would not be found.
             text = text.replace(self._key, "<hidden>")
@@ -232,7 +231,7 @@ class Judge:
 
 
 def _retry_after(headers: httpx.Headers) -> float:
-    """Return the seconds that the endpoint asks to wait; 0 if it names none, or a date."""
+    """Seconds; 0 if the endpoint names none, or a date."""
     try:
         return min(max(0.0, float(headers.get("retry-after", ""))), LONGEST_BACKOFF_S)
     except ValueError:
@@ -240,7 +239,6 @@ def _retry_after(headers: httpx.Headers) -> float:
 
 
 def begin(setup: dict[str, Any], parent: Parent) -> Callable[[Any], None]:
-    """Ask who is there, and return what takes questions and limits."""
     rubric = setup["rubric"] and tuple(Criterion(*criterion) for criterion in setup["rubric"])
     spec = JudgeSpec(JudgeConfig(**setup["config"]), setup["template"], rubric, None)
     judge = Judge(spec, progressed=lambda: parent.send({}))

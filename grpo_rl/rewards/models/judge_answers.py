@@ -1,4 +1,4 @@
-"""What a judge's answer is worth: parsers of scores and marks, and rubrics, whose criteria are marked one by one."""
+"""What a judge's answer is worth: parsers of scores and marks, and rubrics."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from grpo_rl.errors import ConfigError
 from grpo_rl.registry import load_function
 
 Parser = Callable[[str], float]
-"""A function that returns an answer's score. It raises ValueError, with what is missing, for one without."""
+"""Raises ValueError, with what is missing, for an answer without a score."""
 LONGEST_NUMBER = 40
 LONGEST_READ = 100_000
-"""Characters at the end of a judge's answer in which its score is looked for."""
-# Quantifiers that give nothing back keep these linear; a longer run of digits is no score.
+"""Last characters of a judge's answer in which its score is looked for."""
+# Possessive quantifiers keep these linear; a longer run of digits is no score.
 _NUMBER = re.compile(r"[-+]?+(?:[0-9]++\.?+[0-9]*+|\.[0-9]++)(?![eE]|,[0-9])")
 _SCORE = re.compile(r"score[ *_`\"']{0,40}+[:=][ *_`\"']{0,40}+", re.IGNORECASE)
 
 
 def parser_for(name: str) -> Parser:
-    """The parser that `reward.judge.parser` names. Raises ConfigError for a function that cannot be imported."""
+    """Raises ConfigError for a function that cannot be imported."""
     kind, _, key = name.partition(":")
     if kind == "json":
         return lambda text: json_score(text, key)
@@ -47,7 +47,7 @@ def marked_score(text: str) -> float:
 
 
 def json_score(text: str, key: str) -> float:
-    """The number under `key` in the last JSON object of the text that has it; the object may lie in a fence or between words."""
+    """The number under `key` in the last JSON object of the text that has it."""
     mark = next((value for _, _, value in _objects(text) if key in value), None)
     if mark is None:
         raise ValueError(f"it has no JSON object with {key!r}")
@@ -55,10 +55,10 @@ def json_score(text: str, key: str) -> float:
 
 
 def json_marks(text: str, keys: Sequence[str]) -> dict[str, float]:
-    """Return the numbers under all `keys` of the last JSON object of the text, or of an object inside of it.
+    """The numbers under all `keys` of the last JSON object of the text, or of an object inside of it.
 
-    One object has them all, and none stands behind it: JSON of the response's own, which the judge quotes, gives no mark.
-    Raises ValueError if the last object has not.
+    JSON of the response's own, which the judge quotes, gives no mark: one object has all keys, and none
+    stands behind it. Raises ValueError else.
     """
     objects = list(_objects(text))
     last_end = objects[0][1] if objects else 0
@@ -72,12 +72,12 @@ def json_marks(text: str, keys: Sequence[str]) -> dict[str, float]:
 
 
 def _objects(text: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Yield begin, end and value of the JSON objects of a text from the last one on, those inside of others first."""
+    """Begin, end and value of JSON objects from the last one on, those inside of others first."""
     # Integers of thousands of digits take long to read.
     decoder = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) <= LONGEST_NUMBER else math.inf)
     text = text[-LONGEST_READ:]
     begin = len(text)
-    # An object begins at a brace; few are tried, so that a text of nothing but braces costs no more than others.
+    # Few are tried: a text of nothing but braces costs no more than others.
     for _ in range(64):
         begin = text.rfind("{", 0, max(0, begin))
         if begin < 0:
@@ -101,12 +101,10 @@ def _marked(value: Any, key: str) -> float:
 
 
 def _number(text: str, start: int = 0) -> float | None:
-    """The number at this place; None for none, and for one that is no plain finite decimal."""
+    """None for what is no plain finite decimal."""
     match = _NUMBER.match(text, start)
     return None if match is None or len(match[0]) > LONGEST_NUMBER else float(match[0])
 
-
-# ---- rubrics: weighted criteria that are marked one by one, and the score that is made of the marks ------------
 
 MOST_CRITERIA = 100
 
@@ -115,11 +113,11 @@ class Criterion(NamedTuple):
     name: str
     text: str
     weight: float = 1.0
-    """Its share of the weighted mean. A negative one is of a fault, which lowers the score."""
+    """A negative one is of a fault, which lowers the score."""
 
 
 def read_rubric(rubric: str, aggregation: str) -> tuple[Criterion, ...]:
-    """Return the criteria of a file, YAML or JSON, or of such a text. Raises ConfigError if it cannot be read, or has none."""
+    """`rubric`: a file, YAML or JSON, or such a text. Raises ConfigError."""
     try:
         text = rubric if "\n" in rubric else Path(rubric).expanduser().read_text(encoding="utf-8")
         return criteria_of(yaml.safe_load(text), aggregation)
@@ -128,10 +126,10 @@ def read_rubric(rubric: str, aggregation: str) -> tuple[Criterion, ...]:
 
 
 def criteria_of(rubric: Any, aggregation: str) -> tuple[Criterion, ...]:
-    """Return the criteria of a list: texts, or mappings as data sets of rubrics have them. Raises ValueError for what is none.
+    """Criteria of a list of texts or mappings. Raises ValueError.
 
     `criterion` (or `text`, `description`) is the text, `weight` (or `points`) its weight, 1 if there is none, and `name`
-    what the mark is logged as; `criterion_1` and so on without one.
+    what the mark is logged as; `criterion_1` and so on without a name.
     """
     if hasattr(rubric, "tolist"):
         rubric = rubric.tolist()
@@ -164,10 +162,9 @@ _KEYS = (("criterion", "text", "description"), ("weight", "points"))
 
 
 def aggregated(criteria: Sequence[Criterion], marks: Mapping[str, float], config: JudgeConfig) -> float:
-    """Return the score of a response from the marks of its criteria.
-
-    Formulas: mean = sum_i m_i / n; weighted = sum_i w_i m_i / sum_{w_i > 0} w_i, as HealthBench has it (arXiv 2505.08775,
-    section 3), which faults (w < 0) may bring below 0; all = 1 if every m_i is at least `rubric_pass`, else 0.
+    """Formulas: mean = sum_i m_i / n; weighted = sum_i w_i m_i / sum_{w_i > 0} w_i, as HealthBench has it
+    (arXiv 2505.08775, section 3), which faults (w < 0) may bring below 0; all = 1 if every m_i is at least
+    `rubric_pass`, else 0.
     """
     if config.rubric_aggregation == "all":
         return float(all(mark >= config.rubric_pass for mark in marks.values()))

@@ -1,5 +1,3 @@
-"""The question to a judge: its template, what is filled in, and all that `reward.judge` names, read for the process that asks."""
-
 from __future__ import annotations
 
 import json
@@ -52,12 +50,12 @@ class JudgeSpec:
     config: JudgeConfig
     template: str
     rubric: tuple[Criterion, ...] | None
-    """The criteria of every response; None without a rubric, and if each row has its own."""
+    """None without a rubric, and if each row has its own."""
     memory_limit_gb: float | None
 
     @classmethod
     def of(cls, reward: RewardConfig) -> JudgeSpec:
-        """Read template and rubric. Raises ConfigError for what cannot be used, a key included that is not there."""
+        """Raises ConfigError for what cannot be used, a key included that is not there."""
         config, rubric, variable = reward.judge, None, reward.judge.api_key_env
         if variable is not None and not _VARIABLE.fullmatch(variable):  # not shown: it may be the key
             raise ConfigError(
@@ -76,7 +74,7 @@ class JudgeSpec:
 
 
 def judge_sample(rollout: Rollout) -> Sample:
-    """Return what the judge is asked about: `extra_info` has the request as text, and the rubric of the row."""
+    """`extra_info` has the request as text, and the rubric of the row."""
     prompt = rollout.prompt
     messages = prompt.messages or ()
     request = "\n\n".join(f"{message['role']}: {message['content']}" for message in messages) or prompt.text
@@ -88,7 +86,7 @@ def judge_sample(rollout: Rollout) -> Sample:
 
 
 def load_template(template: str | None, default: str = DEFAULT_TEMPLATE) -> str:
-    """The built-in template, the text of a file, or the text itself. Raises ConfigError for a file that cannot be read."""
+    """`template`: None, a file, or the text itself. Raises ConfigError for a file that cannot be read."""
     if template is not None and template.endswith((".txt", ".md")) and "\n" not in template:
         try:
             return Path(template).expanduser().read_text(encoding="utf-8")
@@ -98,10 +96,7 @@ def load_template(template: str | None, default: str = DEFAULT_TEMPLATE) -> str:
 
 
 def question(template: str, sample: Sample, criteria: Sequence[Criterion] = ()) -> str:
-    """The template with `{prompt}`, `{response}`, `{ground_truth}` and, of a rubric, `{criteria}` filled; other braces are text.
-
-    Each place is filled once: what a model wrote is never searched for further places.
-    """
+    """Each field is filled once: what a model wrote is never searched for fields. Other braces are text."""
     truth = sample.ground_truth
     if not isinstance(truth, str):
         truth = "(none)" if truth is None else json.dumps(truth, ensure_ascii=False, default=str)

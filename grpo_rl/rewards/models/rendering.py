@@ -1,4 +1,4 @@
-"""Rollouts as a reward model reads them: its own tokens, and the places where it gives its scores."""
+"""Rollouts as a reward model reads them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from grpo_rl.types import Rollout
 class Scorable:
     token_ids: tuple[int, ...]
     positions: tuple[int, ...]
-    """The last token, or the last token of each step."""
+    """The last token of each step, or of the sequence."""
     step_tokens: tuple[int, ...] | None
-    """The last token of the step of each position, as an index into the response; None for one score per response."""
+    """The last token of each position's step, an index into the response; None for one score per response."""
 
 
 class ScorableRenderer:
     """Prompt and response as tokens of the reward model.
 
-    Without `tokenizer` these are the policy's own. With one, the prompt's messages are rendered with its chat template (a
-    plain prompt stays as it is), the response's text follows, and the end-of-sequence token if the response ended by itself.
-    With `separator` each step is scored at its last token, else the whole sequence at its last.
+    Without `tokenizer` these are the policy's own. With one, the prompt's messages are rendered with its chat
+    template (a plain prompt stays as it is); the response's text follows, and the end-of-sequence token if
+    the response ended by itself.
     """
 
     def __init__(self, decode: Decode, tokenizer: Any = None, separator: str | None = None) -> None:
@@ -71,10 +71,7 @@ class ScorableRenderer:
 
 
 def split_steps(text: str, separator: str) -> list[int]:
-    """Return where each step ends: the characters of the text up to and including the separator after it, or all for the last.
-
-    A piece of nothing but white space is no step of its own; it belongs to the step before it.
-    """
+    """Characters up to and including the separator after each step; a piece of white space is no step."""
     ends: list[int] = []
     start = 0
     while start < len(text):
@@ -89,7 +86,7 @@ def split_steps(text: str, separator: str) -> list[int]:
 
 
 def tokenizer_for(policy: Any, scorer: Any, rerender: str) -> Any | None:
-    """The reward model's tokenizer if rollouts have to be rendered anew, None if the policy's tokens can be read as they are.
+    """None if the policy's tokens can be read as they are.
 
     Raises ConfigError for tokens that would mean something else, and for a tokenizer that cannot render.
     """

@@ -1,4 +1,4 @@
-"""The search for the answer in a response, and the texts of a ground truth. Every search is a scan with `find`: time linear in the text."""
+"""The search for the answer in a response. Every search is a scan with `find`: time linear in the text."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ OPEN_ANSWER, CLOSE_ANSWER = "<answer>", "</answer>"
 OPEN_THINK, CLOSE_THINK = "<think>", "</think>"
 PHRASES = ("final answer is", "answer is", "answer:")
 TAIL = 1_000
-"""Characters at the end of a response in which an answer without a box or tags is looked for."""
+"""Last characters of a response in which an answer without a box or tags is looked for."""
 FORMULA = r"\$\$((?:[^\\$]|\\.)*)\$\$|\$((?:[^\\$\n]|\\[^\n])+)\$|\\\(((?:[^\\]|\\[^)])*)\\\)|\\\[((?:[^\\]|\\[^]])*)\\\]"
-"""A formula in `$$`, `$` (where `\\$` is a dollar sign inside), `\\(` or `\\[`. No place inside can be its end."""
+"""`\\$` inside is a dollar sign. No place inside can be a formula's end."""
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def last_boxed(text: str, bare_end: str = " \t\r\n$") -> str | None:
-    """Return what stands in the last `\\boxed{...}` (or `\\fbox`), braces balanced; None without one, and if it never closes.
+    """Content of the last `\\boxed{...}` (or `\\fbox`), braces balanced; None if it never closes.
 
-    `\\boxed 7` without braces holds what follows up to one of the characters in `bare_end`.
+    `\\boxed 7` holds what follows up to one of the characters in `bare_end`.
     """
     start, command = max((text.rfind(command), command) for command in BOXES)
     if start < 0:
@@ -44,26 +44,22 @@ def last_boxed(text: str, bare_end: str = " \t\r\n$") -> str | None:
 
 
 def last_tagged(text: str) -> str | None:
-    """Return what stands between the last `</answer>` and the `<answer>` before it; None if they are not there."""
     end = text.rfind(CLOSE_ANSWER)
     start = text.rfind(OPEN_ANSWER, 0, max(0, end))
     return text[start + len(OPEN_ANSWER) : end] if 0 <= start < end else None
 
 
 PROMPT_TAIL = "prompt_tail"
-"""The key of `extra_info` with the beginning of the response that the prompt has already: `<think>`, or a message that is gone on with."""
+"""Key of `extra_info`: the beginning of the response that the prompt has already, `<think>` or a message that
+is gone on with."""
 
 
 def with_prompt_tail(text: str, extra_info: Mapping[str, Any] | None) -> str:
-    """Return a response behind what the prompt has of it already."""
     return str((extra_info or {}).get(PROMPT_TAIL, "")) + text
 
 
 def after_thought(text: str, extra_info: Mapping[str, Any] | None = None) -> str:
-    """Return what follows the last `</think>`: nothing if a thought never ended, all of a text without thoughts.
-
-    A thought may begin in the prompt.
-    """
+    """What follows the last `</think>`: nothing if a thought never ended, all of a text without thoughts."""
     text = with_prompt_tail(text, extra_info)
     end = text.rfind(CLOSE_THINK)
     if end >= 0:
@@ -72,7 +68,7 @@ def after_thought(text: str, extra_info: Mapping[str, Any] | None = None) -> str
 
 
 def last_pair(text: str) -> str | None:
-    """Return the last match of `<answer>(.*?)</answer>`, in time linear in the text."""
+    """The last match of `<answer>(.*?)</answer>`."""
     pair, place = None, 0
     while True:
         start = text.find(OPEN_ANSWER, place)
@@ -83,10 +79,10 @@ def last_pair(text: str) -> str | None:
 
 
 def after_phrase(text: str) -> str | None:
-    """Return what follows the last `answer is` or `answer:` in the last 1,000 characters, up to the end of its line or sentence.
+    """What follows the last `answer is` or `answer:`, in its line or the next that is not empty, up to the
+    end of the sentence.
 
-    If nothing follows in the phrase's own line, it is the next line that is not empty; a formula in `$`, `$$`, `\\(`
-    or `\\[` is returned without these, and one in the last three may have several lines.
+    A formula is returned without its `$`, `$$`, `\\(` or `\\[`; one in the last three may have several lines.
     """
     tail = text[-TAIL:]
     small = tail.lower() if tail.isascii() else "".join(c.lower() if c.isascii() else c for c in tail)
@@ -107,7 +103,7 @@ def after_phrase(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str | None:
-    """The answer that a response gives: the last box; without one the last `<answer>` tags; else what follows `answer is`."""
+    """The last box; without one the last `<answer>` tags; else what follows `answer is`."""
     if any(command in text for command in BOXES):
         return last_boxed(text)
     tagged = last_tagged(text)
@@ -115,15 +111,13 @@ def final_answer(text: str) -> str | None:
 
 
 SOLUTION_MARK = "####"
-"""Stands before the answer in GSM8K's solutions."""
 
 
 def golds_of(ground_truth: Any) -> list[str]:
-    """Return the texts each of which is the right answer: several for a list, also one of texts that is JSON text.
+    """The texts each of which is the right answer: several for a list, also one of texts that is JSON text.
 
-    A solution is its last box, or what follows its last `####`; a number is written without an exponent, and as Python
-    writes it. Raises ValueError for a ground truth that is missing (null, NaN, no text) or an object: a rule that compared
-    with it would pay for the word `None`.
+    A solution is its last box, or what follows its last `####`. Raises ValueError for a ground truth that is
+    missing (null, NaN, no text) or an object: a rule that compared with it would pay for the word `None`.
     """
     if isinstance(ground_truth, list | tuple):
         golds = [text for gold in ground_truth for text in golds_of(gold)]

@@ -1,4 +1,4 @@
-"""Rules for answers that are numbers: arithmetic, GSM8K, and countdown's expressions."""
+"""Rules for arithmetic, GSM8K and countdown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_rl.rewards.math.math_values import NoExpression, typed_value
 from grpo_rl.rewards.rules.answers import golds_of, last_pair
 
 MAX_EXACT_DIGITS = 15
-"""Integers of so many digits are exact as floats, which the parts of a reward are."""
+"""Integers of so many digits are exact as floats."""
 
 
 def arithmetic(
@@ -51,16 +51,17 @@ def arithmetic_process(
 
 
 COLUMN = re.compile("[0-9]{1,2}")
-"""The sum of a column: its carry is the first of two digits."""
+"""A column's sum; its carry is the first of two digits."""
 
 
 def written_sum(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """`score` 1 when the last line is that of the ground truth; each line is a step: 1 if it follows from those before, else 0.
+    """`score` 1 when the last line is that of the ground truth; each line is a step: 1 if it follows from
+    those before, else 0.
 
-    The rows are those of `task:rated_sums`. A column has the digits of the sum, and a carry if the line before it, right or
-    wrong, has one; the result has the last digits of the columns as they were written. So every mistake costs one step.
+    The rows are those of `task:rated_sums`. A line follows from the lines before it, right or wrong: every
+    mistake costs one step.
     """
     lines, right = solution_str.strip().split("\n"), ground_truth.split("\n")
     score, end = float(lines[-1] == right[-1]), solution_str.index(lines[0])
@@ -82,9 +83,9 @@ def written_sum(
 
 
 WINDOW = 300
-"""Characters at the end of a response in which the answer is looked for, as verl does."""
+"""Last characters of a response in which the answer is looked for, as verl does."""
 MAX_LENGTH = 64
-"""Digits of an answer; a longer run of digits is none."""
+"""Digits of an answer."""
 IN_A_NUMBER = "-$0123456789,."
 
 # One pass each: no part of a pattern can match what its neighbour matches.
@@ -93,10 +94,10 @@ NUMBER = re.compile(r"-?\$?[0-9][0-9,]*(?:\.[0-9]+)?")
 
 
 def gsm8k(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None) -> dict[str, float]:
-    """`score` 1 when the last number after `####` in the last 300 characters equals the ground truth; 0 otherwise.
+    """`score` 1 when the last number after `####` in the last 300 characters equals the ground truth, else 0.
 
-    Commas, `$` and a trailing dot do not matter, and 18.0 is 18. `answer` is the number, if there is one. The ground truth is a
-    number, or a solution of GSM8K's; raises ValueError else.
+    Commas, `$` and a trailing dot do not matter, and 18.0 is 18. `answer` is the number, if there is one.
+    Raises ValueError if the ground truth is neither a number nor a solution of GSM8K's.
     """
     marked = MARKED.findall(solution_str, max(0, len(solution_str) - WINDOW))
     return _graded(marked, ground_truth)

@@ -1,4 +1,4 @@
-"""Rules for structured output: the fields of a JSON object, a JSON schema; and for instructions that a program can check."""
+"""Rules for structured output, and for instructions that a program can check."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from grpo_rl.config.schema.kinds import Count, Fraction
 from grpo_rl.rewards.rules.answers import after_thought
 
 MAX_TEXT = 20_000
-"""Characters of a response that may be right; more are not read."""
+"""Longest response that may be right, in characters."""
 MAX_STARTS = 8
-"""Opening braces at which an object is looked for in a response with other text around it."""
+"""Opening braces at which an object is looked for among other text."""
 
 
 def json_fields(
@@ -53,11 +53,12 @@ def json_schema(
     extra_info: dict[str, Any] | None = None,
     schema: Any = None,
 ) -> dict[str, float]:
-    """1 if the response is JSON that the schema takes, and nothing else; else 0. `json` is 1 for any JSON that stands alone.
+    """1 if the response is JSON that the schema takes, and nothing else; else 0. `json` is 1 for any JSON
+    that stands alone.
 
-    The schema (draft 2020-12, or the one that its `$schema` names) is the option `schema`, else the row's
-    `extra_info.json_schema`, else the ground truth; each an object or JSON text. References to other documents are not fetched.
-    Raises ValueError for a schema that is none.
+    The schema (draft 2020-12, or that of its `$schema`) is the option `schema`, else the row's
+    `extra_info.json_schema`, else the ground truth; each an object or JSON text. References to other
+    documents are not fetched. Raises ValueError for a bad schema.
     """
     rules = schema if schema is not None else (extra_info or {}).get("json_schema", ground_truth)
     validator = _validator(rules if isinstance(rules, str) else json.dumps(rules, sort_keys=True))
@@ -82,7 +83,6 @@ def _validator(text: str) -> Any:
 
 
 def _parsed(text: str) -> tuple[Any, bool]:
-    """Return the value of a text that is JSON and nothing else, and whether it is."""
     if len(text) > MAX_TEXT:
         return None, False
     try:
@@ -96,7 +96,7 @@ def _no_constant(name: str) -> Any:
 
 
 def _object(text: str) -> tuple[bool, dict[str, Any] | None]:
-    """Return whether the text is an object and nothing else, and the first object in it; None without one."""
+    """Whether the text is an object and nothing else; and the first object in it."""
     value, is_json = _parsed(text)
     if is_json and isinstance(value, dict):
         return True, value
@@ -139,7 +139,7 @@ _CHECKS: dict[str, Callable[[str, list[str], Any], bool]] = {
     "first_word": lambda text, words, value: words[0] == value.casefold(),
     "no_commas": lambda text, words, value: "," not in text,
 }
-"""What each constraint wants of the text and of its words, which are in small letters here."""
+"""Words are in small letters here."""
 
 
 def instructions(
@@ -167,7 +167,6 @@ def instructions(
 
 
 def _malformed(constraints: Any) -> bool:
-    """Return whether this is something else than pairs of a known kind and a value."""
     return not isinstance(constraints, list | tuple) or any(
         not isinstance(pair, list | tuple) or len(pair) != 2 or pair[0] not in _CHECKS for pair in constraints
     )

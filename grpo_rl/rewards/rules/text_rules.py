@@ -1,4 +1,4 @@
-"""Rules for answers that are a short text or the letter of a choice, and for a response's form, thought and answer."""
+"""Rules for answers that are a short text or the letter of a choice, and for a response's form."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ def exact_match(
 
     The answer is the last box, else the last `<answer>` tags, else what follows `answer is`, else the whole response, all
     outside `<think>`. White space counts as one space, none at the ends. `ignore_case`, `ignore_punctuation` and
-    `ignore_articles` (a, an, the; all three are SQuAD's exact match, arXiv 1606.05250) normalise further. Raises ValueError for a
-    ground truth that is missing.
+    `ignore_articles` (a, an, the) normalise further; all three are SQuAD's exact match, arXiv 1606.05250.
     """
     text = after_thought(solution_str, extra_info)
     given_answer = final_answer(text)
@@ -76,7 +75,7 @@ def multiple_choice(
     The choice is looked for in the last box, in the last `<answer>` tags, then after the last `answer is`: as `B`, `(B)`, `B.`,
     `B) some text` or, if `extra_info` has the list `choices`, as the text of one; a response that is a letter alone counts
     too. Nothing inside `<think>` counts.
-    The ground truth is a letter, or the text of one of the `choices`; raises ValueError for anything else.
+    The ground truth is a letter, or the text of one of the `choices`; raises ValueError else.
     """
     choices = [str(choice) for choice in (extra_info or {}).get("choices") or []]
     gold = _letter(golds_of(ground_truth)[0], choices)
@@ -96,7 +95,6 @@ def multiple_choice(
 
 
 def _letter(answer: str, choices: list[str]) -> str | None:
-    """The letter that an answer names, by itself, before its text, or by its text."""
     if len(answer) > MAX_CHOICE:
         return None
     plain = answer.strip()
@@ -117,11 +115,10 @@ TAGS = (OPEN_THINK, CLOSE_THINK, OPEN_ANSWER, CLOSE_ANSWER)
 
 
 def think_answer(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> float:
-    """1 when the response is one thought and then one answer, each in its tags, with only space around them; else 0.
+    """1 when the response is one thought and then one answer, in their tags, with only space around, else 0.
 
-    The chat template may have written the first tag already.
-
-    Every tag must be there exactly once; thought and answer have a letter, a digit or a mathematical sign each. Takes time linear in the length.
+    The chat template may have written the first tag already. Each tag must be there exactly once; thought and
+    answer have a letter, a digit or a mathematical sign each.
     """
     text = with_prompt_tail(solution_str, extra_info).strip()
     if any(text.count(tag) != 1 for tag in TAGS) or not (text.startswith(OPEN_THINK) and text.endswith(CLOSE_ANSWER)):

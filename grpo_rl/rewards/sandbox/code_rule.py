@@ -1,13 +1,13 @@
 """Reward of code tasks: a response's program against test cases, in a sandbox.
 
-The cases come in the forms in which data sets hold them:
+Forms of the cases:
 
-- `{"inputs": [...], "outputs": [...]}` (APPS, TACO, verl's prime_code): standard input and expected output of a program; with
-  `fn_name`, arguments of that function and the value it returns.
+- `{"inputs": [...], "outputs": [...]}` (APPS, TACO, verl's prime_code): standard input and expected output of
+  a program; with `fn_name`, arguments of that function and the value it returns.
 - Assertions (MBPP's `test_list`, HumanEval's `test` with `check(candidate)`): a list, or the text of some.
 
-An expected output never meets the candidate's code: a test has a `case`, which is run, and `holds`, which judges here what
-came out. So an assertion must be one call of the function with literal arguments, compared with literals.
+An expected output never meets the candidate's code. So an assertion must be one call of the function with
+literal arguments, compared with literals.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FENCE = "```"
 PYTHON = ("python", "py", "python3")
 TOTAL_S = 30.0
 LONGEST_CODE = 100_000
-"""Characters of a program; a longer one earns nothing."""
+"""Characters."""
 
 
 def code(
@@ -87,7 +87,7 @@ def code(
 
 
 def code_problems(function: Callable[..., Any], timeout_s: float) -> list[str]:
-    """Return what is wrong with the options with which `code` is bound in `function`; nothing if that is another reward."""
+    """What is wrong with the options with which `code` is bound in `function`, if it is."""
     if not is_code(function):
         return []
     options = getattr(function, "keywords", {})
@@ -105,15 +105,14 @@ def code_problems(function: Callable[..., Any], timeout_s: float) -> list[str]:
 
 
 def is_code(function: Callable[..., Any]) -> bool:
-    """Return whether a function is `code`, with or without options."""
     return getattr(function, "func", function) is code
 
 
 def last_program(text: str) -> str | None:
-    """The content of the last closed ```python block, or, if there is none, of the last closed block without a language.
+    """The last closed ```python block, else the last closed block without a language.
 
-    A text without any fence is a program as a whole, as base models write them; None if the only blocks are others.
-    A fence begins its line, spaces aside, and those are taken off the block's lines.
+    A text without any fence is a program as a whole, as base models write them. Spaces before the fence are
+    taken off the block's lines.
     """
     blocks: dict[bool, str] = {}
     block: list[str] | None = None
@@ -134,13 +133,12 @@ def last_program(text: str) -> str | None:
 
 
 DEEPEST = 200
-"""Nesting of a returned value."""
 MOST_ALIKE = 50
 """Values of one hash in a set."""
 
 
 def decode(value: bytes) -> Any:
-    """Return the value that `candidate.encode` wrote, of exact built-in types. Raises ValueError for anything else."""
+    """The value that `inside.encode` wrote, of exact built-in types. Raises ValueError for anything else."""
     try:
         return _decode(json.loads(value.decode("ascii")), 0)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
@@ -178,7 +176,7 @@ def _decode(node: Any, depth: int) -> Any:
 
 
 def check_hashes(values: Sequence[Any]) -> None:
-    """Raise ValueError if so many values share a hash that a set of them would take time quadratic in their number."""
+    """Raise ValueError if so many values share a hash that a set of them would take quadratic time."""
     hashes = sorted(map(hash, values))
     if any(first == later for first, later in zip(hashes, hashes[MOST_ALIKE:], strict=False)):
         raise ValueError(f"more than {MOST_ALIKE} values with one hash")
@@ -186,16 +184,14 @@ def check_hashes(values: Sequence[Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Test:
-    """A case to run, and the judgement on what it gave."""
-
     __test__ = False  # not one of pytest's
 
     case: Case
     judge: Callable[[Any], bool]
-    """The judgement: it gets standard output if the case is a program, the returned value if it is a call."""
+    """It gets standard output if the case is a program, the returned value if it is a call."""
 
     def holds(self, outcome: CaseOutcome) -> bool:
-        """Return whether the outcome is what the test asks for; an error or a forged value is not."""
+        """An error or a forged value is not what the test asks for."""
         if not outcome.succeeded:
             return False
         try:
@@ -207,7 +203,7 @@ class Test:
 
 
 def assertions(text: str, function: str | None) -> list[Test]:
-    """The test of each assertion. Raises RewardError for one that cannot be judged apart from the call."""
+    """Raises RewardError for an assertion that cannot be judged apart from the call."""
     try:
         body: list[ast.stmt] = ast.parse(text.strip()).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -221,7 +217,7 @@ def assertions(text: str, function: str | None) -> list[Test]:
 
 
 def _is_idle(node: ast.stmt) -> bool:
-    """Return whether a statement tests nothing: a doc string, an import, HumanEval's METADATA and `assert True`."""
+    """A doc string, an import, HumanEval's METADATA and `assert True` test nothing."""
     if isinstance(node, ast.Assert):
         return isinstance(node.test, ast.Constant) and node.test.value is True
     if isinstance(node, ast.Assign):
@@ -312,7 +308,6 @@ def short(value: Any) -> str:
 
 
 ASSERTIONS = ("assert_case", "asserts", "test_list", "test")
-"""Keys under which data sets hold assertions."""
 FUNCTION_NAMES = ("fn_name", "entry_point")
 SETUPS = ("test_setup_code", "setup")
 FORMS = (
@@ -324,8 +319,8 @@ FORMS = (
 def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> tuple[str, list[Test]]:
     """Code that goes before the candidate's, and the tests.
 
-    They are read from the ground truth, or from `extra_info["test_cases"]` if that is empty; the name of the function also
-    from `extra_info`. Raises RewardError, with the reason, for another form, none, and assertions that cannot be judged apart.
+    They are read from the ground truth, or `extra_info["test_cases"]` if that is empty; the function's name
+    also from `extra_info`. Raises RewardError, with the reason.
     """
     extra = extra_info or {}
     stored = ground_truth if ground_truth not in (None, "") else extra.get("test_cases")
@@ -351,7 +346,7 @@ def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -
 
 
 def _listed(tests: Sequence[Any], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a list of tests as a dict: LiveCodeBench's of {input, output, testtype}, else assertions."""
+    """LiveCodeBench's tests of {input, output, testtype}, else assertions."""
     if not tests or not all(isinstance(test, Mapping) and {"input", "output"} <= test.keys() for test in tests):
         return {"asserts": tests}
     name = next((extra[key] for key in ("func_name", *FUNCTION_NAMES) if extra.get(key)), None)
@@ -397,7 +392,7 @@ def _pair(function: str | None, stdin: Any, expected: Any) -> Test:
 
 
 def same_value(value: Any, expected: Any) -> bool:
-    """Return whether a value is the JSON value that is expected, or the one element of the list that is (APPS wraps them)."""
+    """Equal to the expected JSON value, or to the one element of that list (APPS wraps them)."""
     plain = _as_json(value)
     return _equal(plain, expected) or (isinstance(expected, list) and len(expected) == 1 and _equal(plain, expected[0]))
 
@@ -411,7 +406,7 @@ def _as_json(value: Any) -> Any:
 
 
 def _equal(value: Any, expected: Any) -> bool:
-    """Equality, but True is not 1, as it is not in JSON."""
+    """True is not 1, as in JSON."""
     if isinstance(value, bool) != isinstance(expected, bool):
         return False
     if isinstance(value, list) and isinstance(expected, list):
@@ -422,7 +417,7 @@ def _equal(value: Any, expected: Any) -> bool:
 
 
 def same_output(text: str, expected: str) -> bool:
-    """Return whether two outputs have the same words on the same lines; expected numbers with a point within 1e-6."""
+    """The same words on the same lines; expected numbers with a point within 1e-6."""
     text, expected = text.rstrip(), expected.rstrip()
     if text.count("\n") != expected.count("\n"):  # before millions of lines are made of an output
         return False
@@ -435,7 +430,6 @@ def same_output(text: str, expected: str) -> bool:
 def _same_word(word: str, expected: str) -> bool:
     if word == expected:
         return True
-    # Digits with a sign, a point, an exponent: no `nan`, no underscores, and not too long.
     if "." not in expected or max(len(word), len(expected)) > 400 or set(word + expected) - set("0123456789+-.eE"):
         return False
     try:
@@ -445,7 +439,7 @@ def _same_word(word: str, expected: str) -> bool:
 
 
 def _near(value: float, expected: float, text: str) -> bool:
-    """Return whether a number is within 1e-6 of the one that is expected, or of what that rounds: 0 is not 1e-9."""
+    """Within 1e-6, or the rounding of the expected number: 0 is not 1e-9."""
     last_place = Decimal(text).as_tuple().exponent
     half = 0.5 * 10.0**last_place if isinstance(last_place, int) else 0.0
     return math.isclose(value, expected, rel_tol=1e-6, abs_tol=min(1e-6, half))

@@ -1,12 +1,11 @@
-"""The program inside a sandbox: the launcher that builds the walls, the first process behind them, and a candidate per case.
+"""Inside of a sandbox. A bare interpreter (`-I -S`) runs it for every sandbox: nothing slow is imported.
+Three processes:
 
-Run by a bare interpreter (`-I -S`) for every sandbox, so it imports nothing that is slow to import. Three processes,
-from the outside in:
-
-- the launcher asks for the namespaces, has its ids mapped by the parent, and waits for the second;
-- the keeper, process 1 of the new pid namespace, makes the root, then takes a case at a time from its private channel;
-- the candidate, one fresh process per case, gives up every right for good, runs the source and sends out what it returned. It
-  holds no expected output.
+- the launcher asks for the namespaces, has its ids mapped by the parent, and waits for the keeper;
+- the keeper, process 1 of the new pid namespace, makes the root, then takes a case at a time from its private
+  channel;
+- the candidate, a fresh process per case, gives up every right for good, runs the source and sends out what
+  it returned. It holds no expected output.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Failed(Exception):
-    """An error: a wall could not be built, which its text names."""
+    """A wall could not be built; its text names it."""
 
 
 def call(step: str, name: str, *arguments: Any) -> None:
@@ -48,9 +47,9 @@ def write_all(descriptor: int, data: bytes) -> None:
 
 
 def encode(value: object) -> str:
-    """JSON of a value made of plain data, tagged if JSON has no such type: `["l", ...]`, `["t", ...]`, `["d", k, v, ...]`.
+    """JSON of plain data, tagged if JSON has no such type: `["l", ...]`, `["t", ...]`, `["d", k, v, ...]`.
 
-    Subclasses are sent as the built-in type they are. Raises TypeError for anything else, RecursionError for loops.
+    Subclasses are sent as their built-in type. Raises TypeError for anything else, RecursionError for loops.
     """
     from _json import encode_basestring_ascii
 
@@ -79,7 +78,7 @@ def encode(value: object) -> str:
 
 
 def candidate(setup: dict[str, Any], case: dict[str, Any]) -> None:
-    """Give up every right for good, then run the source; leaves by `os._exit`."""
+    """Leaves by `os._exit`."""
     os.setsid()
     if setup["drop_to"] is not None:
         os.setgroups([])
@@ -112,7 +111,7 @@ def candidate(setup: dict[str, Any], case: dict[str, Any]) -> None:
 
 
 def _complete_builtins() -> None:
-    """Give programs what the module `site` and the system give them elsewhere: `exit`, `quit`, and `/dev/stdin` as a file."""
+    """What the module `site` and the system give elsewhere: `exit`, `quit`, and `/dev/stdin` as a file."""
     vars(builtins).update(exit=sys.exit, quit=sys.exit)
     opened = builtins.open
 
@@ -132,7 +131,6 @@ def _filter_calls(instructions: bytes) -> None:
 
 
 def _run(case: dict[str, Any]) -> None:
-    """The source as a program, or one function of it, whose value goes out as plain data."""
     from importlib.machinery import ModuleSpec, SourceFileLoader
 
     function = case["function"]
@@ -150,7 +148,7 @@ def _run(case: dict[str, Any]) -> None:
 
 
 def _finish(exit_code: int) -> NoReturn:
-    """End as a program ends: its threads first, then what it registered, then what it has not yet written."""
+    """End as a program ends: threads first, then what it registered, then what it has not yet written."""
     try:
         threading = sys.modules.get("threading")
         if threading is not None:
@@ -168,11 +166,11 @@ CLONE_FLAGS = 0x10000000 | 0x00020000 | 0x20000000 | 0x40000000 | 0x08000000 | 0
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 4096, 16384, 1 << 18, 2
 MOUNT_SETATTR = 442
-"""The number of the system call, the same on every architecture."""
+"""The same on every architecture."""
 AT_FDCWD, AT_RECURSIVE = -100, 0x8000
 NONCE_BYTES = 16
 SETUP_S = 4.0
-"""Seconds for a candidate to be ready to run; less than the asking process waits beyond a case's time."""
+"""For a candidate to be ready to run; less than the asking process waits beyond a case's time."""
 TMP = "/tmp"
 DEVICES = ("null", "zero", "urandom")
 
@@ -194,7 +192,7 @@ def _read_only(target: str, flags: int) -> None:
 
 
 def read_exactly(descriptor: int, size: int) -> bytearray:
-    """`size` bytes in a buffer that can be wiped. Raises EOFError when the other end is gone."""
+    """`size` bytes in a buffer that can be wiped. Raises EOFError if the other end is gone."""
     buffer, done = bytearray(size), 0
     while done < size:
         count = os.readv(descriptor, [memoryview(buffer)[done:]])
@@ -216,7 +214,7 @@ def launch(control: int) -> NoReturn:
         os._exit(1)
     keeper = os.fork()
     if keeper:
-        # The keeper's channel, and the candidate's line, which ends when the candidate does only if no other process has it.
+        # The candidate's line ends when the candidate does only if no other process has it.
         os.closerange(3, 4096)
         os.waitpid(keeper, 0)
         os._exit(0)
@@ -227,7 +225,6 @@ def launch(control: int) -> NoReturn:
 
 
 def _keep(control: int) -> None:
-    """The keeper: builds the root, then answers cases until the channel closes."""
     libc.signal(SIGINT, None)  # the kernel drops signals for which process 1 has no handler
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
@@ -256,7 +253,7 @@ def _message(control: int) -> dict[str, Any]:
 
 
 def _make_root(setup: dict[str, Any]) -> None:
-    """A root of its own: an empty tmpfs, the interpreter's and the system's libraries, three devices, a /tmp."""
+    """An empty tmpfs, the interpreter's and the system's libraries, three devices, a /tmp."""
     step = "make a fresh root"
     _mount(step, "none", "/", None, MS_REC | MS_PRIVATE)
     _mount(step, "tmpfs", TMP, "tmpfs", MS_NOSUID | MS_NODEV, "size=4m,mode=755")
@@ -292,7 +289,7 @@ def _mount_tmp(setup: dict[str, Any]) -> None:
 
 
 def _answer(control: int, setup: dict[str, Any], case: dict[str, Any], nonce: bytearray) -> bytes:
-    """Return what a candidate did with one case: status, exit code, standard output, returned value, standard error."""
+    """Status, exit code, standard output, returned value, standard error."""
     input_bytes, line = case.pop("stdin"), setup.pop("line", None)
     stdin = os.memfd_create("stdin") if line is None else line
     if line is None:
@@ -304,7 +301,7 @@ def _answer(control: int, setup: dict[str, Any], case: dict[str, Any], nonce: by
         try:
             nonce[:] = bytes(NONCE_BYTES)
             for number, descriptor in enumerate([stdin, *(write for _, write in pipes)]):
-                # Descriptors that are given away are moved above those that are overwritten.
+                # Move descriptors above those that are overwritten.
                 os.dup2(descriptor, 30 + number)
             for number in range(ARMED + 1):
                 os.dup2(30 + number, number)

@@ -1,7 +1,6 @@
-"""A place to run code that a model wrote: namespaces of its own, a fresh read-only root, no rights, no network, hard limits.
+"""A place to run code that a model wrote: namespaces, a read-only root, no rights, no network, hard limits.
 
-`Sandbox(source)` starts one, `run(case)` runs the source once in a fresh process, `check_available` says what is missing on
-this machine. Only what a candidate wrote comes out, as bytes and plain data, to be judged here: see docs/rewards.md.
+Only what a candidate wrote comes out, as bytes and plain data, to be judged here: see docs/rewards.md.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from grpo_rl.rewards.sandbox.syscall_filter import PIVOT_ROOT, call_filter
 
 NOBODY = 65534
 START_S = 20.0
-"""Seconds that a sandbox may take to start: it takes 0.03 s on an idle machine."""
+"""Seconds; 0.03 on an idle machine."""
 GRACE_S = 5.0
 """Seconds that the inside may need beyond a case's time to report; then everything in it is killed."""
 ROOT = Path(__file__).resolve().parents[3]
@@ -34,7 +33,7 @@ LAUNCH = (
     "import sys; sys.path.insert(0, sys.argv[1]); from grpo_rl.rewards.sandbox.inside import launch; "
     "del sys.path[0]; launch(int(sys.argv[2]))"
 )
-"""The launcher's command. It imports modules, because those are compiled once and a script each time."""
+"""It imports modules, because those are compiled once and a script each time."""
 SETUP_FAILED = b"S"
 STATUS = {b"E": "ended", b"T": "timeout", b"O": "output"}
 MIB = 1 << 20
@@ -64,7 +63,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One run of the source: as a program with `stdin`, or `function(*arguments)` of it."""
+    """A run of the source as a program with `stdin`, or `function(*arguments)` of it."""
 
     stdin: str = ""
     function: str | None = None
@@ -74,11 +73,11 @@ class Case:
 @dataclass(frozen=True, slots=True)
 class CaseOutcome:
     status: str
-    """The way in which it ended: ended; timeout; output (wrote too much)."""
+    """ended; timeout; output (wrote too much)."""
     exit_code: int = -1
     stdout: bytes = b""
     value: bytes = b""
-    """The returned value as `inside.encode` writes it, to be read with `code_rule.decode`."""
+    """As `inside.encode` writes it, to be read with `code_rule.decode`."""
     stderr: bytes = b""
 
     @property
@@ -87,13 +86,11 @@ class CaseOutcome:
 
 
 class Sandbox:
-    """A sandbox that runs one source; use it in a `with` statement, which ends everything in it.
-
-    Raises SandboxUnavailable, and runs nothing, if a wall cannot be built.
-    """
+    """Runs one source; leaving the `with` statement ends everything in it. Raises SandboxUnavailable if a
+    wall cannot be built."""
 
     def __init__(self, source: str, limits: Limits | None = None, line: socket.socket | None = None) -> None:
-        """Start one. If a `line` is given, the first case has it as its standard input, to be read and written; it is closed here."""
+        """The first case has `line` as its standard input, to be read and written; it is closed here."""
         self._limits = limits or Limits()
         self._setup = {
             "source": source.encode(errors="replace"),
@@ -129,10 +126,7 @@ class Sandbox:
         self.close()
 
     def run(self, case: Case, time_s: float | None = None) -> CaseOutcome:
-        """Return what the source does with the case, within `time_s` (the limit's, or less).
-
-        Raises RewardError when the sandbox itself fails: that is no verdict on the source.
-        """
+        """Raises RewardError if the sandbox itself fails: that is no verdict on the source."""
         allowed = min(self._limits.time_s, time_s or math.inf)
         deadline = time.monotonic() + allowed + GRACE_S
         try:
@@ -147,7 +141,7 @@ class Sandbox:
             ) from error
 
     def begin(self, case: Case, time_s: float) -> bytes:
-        """Start a case without waiting for its end, as a program that is talked to on its line is; returns what its outcome begins with."""
+        """Start a case without waiting for its end; returns what its outcome begins with."""
         nonce = secrets.token_bytes(inside.NONCE_BYTES)
         request = {
             "stdin": case.stdin.encode(errors="replace"),
@@ -159,7 +153,7 @@ class Sandbox:
         return nonce
 
     def close(self) -> None:
-        """Kill every process inside, and wait for them. May be called twice."""
+        """May be called twice."""
         self._channel.close()
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel: it ends when that lets it
@@ -222,15 +216,13 @@ def _framed(message: dict[str, Any]) -> bytes:
 
 
 def interpreter() -> str:
-    """Return the interpreter itself; a virtual environment's link to it would need the environment's files."""
+    """A virtual environment's link to the interpreter would need the environment's files."""
     return getattr(sys, "_base_executable", None) or sys.executable
 
 
 def _mounts() -> dict[str, list[Any]]:
-    """Return what is visible inside, (what, where) of libraries and links, and folders that are hidden there.
-
-    Installed packages are hidden: `site-packages` may hold code and data of the user.
-    """
+    """What is visible inside: (what, where) of libraries and links; and hidden folders: `site-packages` may
+    hold a user's data."""
     binds: list[tuple[str, str]] = []
     links: list[tuple[str, str]] = []
     roots = [f"{prefix}/{name}" for prefix in {sys.base_prefix, sys.base_exec_prefix} for name in ("lib", sys.platlibdir)]
@@ -251,9 +243,9 @@ def _mounts() -> dict[str, list[Any]]:
 
 
 def _map_ids(pid: int) -> bool:
-    """Give the launcher's user namespace its ids; True when it has two, so that a candidate has another than the keeper.
+    """True if the launcher's namespace has two ids, so that a candidate has another than the keeper.
 
-    Root, which may, maps itself and the user `nobody`; any other user maps itself, under the name `nobody` inside.
+    Root maps itself and the user `nobody`; any other user maps itself, under the name `nobody` inside.
     """
     folder = Path(f"/proc/{pid}")
     uid, gid = os.geteuid(), os.getegid()
@@ -274,7 +266,7 @@ def _map_ids(pid: int) -> bool:
 
 
 def check_available() -> None:
-    """Return when code can be run in a sandbox here. Raises SandboxUnavailable: which step failed, and what to do."""
+    """Raises SandboxUnavailable: which step failed, and what to do."""
     with Sandbox("print(6 * 7)") as sandbox:
         outcome = sandbox.run(Case())
     if not outcome.succeeded or outcome.stdout != b"42\n":
@@ -283,11 +275,10 @@ def check_available() -> None:
 
 
 class SandboxUnavailable(RewardError):
-    """An error: this machine has no sandbox. It names the step that failed, and the remedy."""
+    """Names the step that failed, and the remedy."""
 
 
 def unavailable(step: str) -> str:
-    """The message for a step that failed, with what allows the namespaces that it needs."""
     return (
         f"no sandbox for code on this machine, and code of a model is never run without one. Failed: {step}. To do: on the machine "
         "itself, sysctl -w kernel.unprivileged_userns_clone=1 kernel.apparmor_restrict_unprivileged_userns=0 "

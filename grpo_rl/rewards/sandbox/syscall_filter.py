@@ -1,9 +1,9 @@
-"""The filter of system calls that code in a sandbox lives behind: a classic BPF program for seccomp.
+"""A classic BPF program for seccomp: the system calls that code in a sandbox may make.
 
-Refused with EPERM is what no solution of a task needs and what has opened kernels or evades a limit: starting a program or
-a process (threads are fine), memory outside the address space's limit, sockets other than local ones, namespaces and
-mounts, other processes' memory, keys, BPF, io_uring. Calls of another architecture end the process. Calls newer than this
-list do not exist (ENOSYS), which every C library has a way around.
+Refused with EPERM is what no solution of a task needs and what has opened kernels or evades a limit: starting
+a program or a process (threads are fine), memory outside the address space's limit, sockets other than local
+ones, namespaces and mounts, other processes' memory, keys, BPF, io_uring. Calls of another architecture end
+the process. Newer calls do not exist (ENOSYS), which every C library has a way around.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SINCE_424 = {
     "memfd_secret": 447,
     "process_mrelease": 448,
 }
-"""The calls from number 424 on, which have the same number on every architecture."""
+"""Calls from number 424 on have the same number on every architecture."""
 NEWEST = 450
 CLONE3 = 435
 
@@ -66,11 +66,11 @@ NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
 ALLOW, KILL_PROCESS, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 EPERM, ENOSYS, AF_UNIX, CLONE_THREAD = 1, 38, 1, 0x10000
 FIRST_ARGUMENTS = {"clone": (HAS_BITS, CLONE_THREAD), "socket": (EQUALS, AF_UNIX), "prlimit64": (EQUALS, 0)}
-"""The conditions that let a call through: threads, local sockets, the process's own limits."""
+"""Let through: threads, local sockets, the process's own limits."""
 
 
 def call_filter(machine: str) -> bytes:
-    """The BPF program for a machine as `uname -m` names it. Raises RewardError for one whose calls are not listed here."""
+    """`machine` as `uname -m` names it. Raises RewardError for one whose calls are not listed here."""
     if machine not in MACHINES:
         raise RewardError(
             f"the sandbox for code has the list of system calls of {' and '.join(MACHINES)}, not of {machine}; "
@@ -97,7 +97,7 @@ def call_filter(machine: str) -> bytes:
 
 
 def _if_first_argument(number: int, test: int, value: int) -> list[bytes]:
-    """Let the call through if its first argument passes the test, else refuse it; other calls go on below."""
+    """Let the call through if its first argument passes the test; other calls go on below."""
     return [_word(EQUALS, number, 0, 4), _word(LOAD, FIRST_ARGUMENT), _word(test, value, 1, 0), REFUSE, _word(RETURN, ALLOW)]
 
 
