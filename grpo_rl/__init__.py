@@ -28,7 +28,7 @@ __version__ = "0.1.0"
 __all__ = ["Run", "__version__", "session", "train"]
 
 _PLACES = {"session": "grpo_rl.api", "train": "grpo_rl.api", "Run": "grpo_rl.run_folder"}
-"""The modules of the public names. They are imported when a name is used, so that `import grpo_rl` loads nothing (PEP 562)."""
+"""The modules of public names, imported on first use: `import grpo_rl` loads nothing (PEP 562)."""
 
 
 def __getattr__(name: str) -> Any:

@@ -30,17 +30,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "prepare": ("grpo_rl.data.prepare", "turn original data files into rows"),
     "check-reward": ("grpo_rl.rewards.check", "try a reward function on rows before any training"),
 }
-"""The module of each command, whose `main` takes the words behind its name; and what the command does."""
+"""The module of each command, with a `main(words)`, and what the command does."""
 SAMPLES = ("eval", "generate", "chat")
-"""The commands that start Ray, below a launcher as a run does."""
 _COMPLETION = ("--shell-completion", "-sc")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that the first word names, and return its exit code; see `errors.EXIT_CODES`.
-
-    `key=value` without a command trains, as `python -m grpo_rl.main` does.
-    """
+    """Run the command that the first word names, and return its exit code. Words `key=value` alone train."""
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         make_lasting()

@@ -1,8 +1,7 @@
-"""Training from Python: the main command in a process of its own (`train`), or a loop of one's own in this process (`session`).
+"""Training from Python: the main command in a process of its own (`train`), or a loop of one's own in this
+process (`session`).
 
-Why `train` has a process of its own: a run answers signals, switches garbage collection, and starts Ray.
-In the process of a notebook these would meet the notebook's own threads and handlers, and a second run would find what the
-first one left.
+`train` has a process of its own because a run handles signals, switches garbage collection, and starts Ray.
 """
 
 from __future__ import annotations
@@ -31,23 +30,23 @@ if TYPE_CHECKING:
     from grpo_rl.trainer.session import Session
 
 GRACE_MARGIN_S = 30.0
-"""Seconds beyond trainer.grace_s that an interrupted run gets to end by itself."""
+"""Seconds beyond trainer.grace_s."""
 _INTERRUPTED = 130
 _SESSION = threading.Lock()
-"""Held while a session is open: Ray knows one cluster for a process."""
+"""Ray knows one cluster for a process."""
 
 
 def train(overrides: Sequence[str], *, quiet: bool = False) -> Run:
     """Train as `python -m grpo_rl.main` does with these words, and return the finished run.
 
-    `overrides` are the words of the command line: `recipe=arithmetic/grpo`, `trainer.total_training_steps=20`. The output
-    appears as that of this process; with `quiet` only the run's folder has it (logs/console.log). A named run
+    `overrides` are the words of the command line: `recipe=arithmetic/grpo`,
+    `trainer.total_training_steps=20`. With `quiet` only logs/console.log has the output. A named run
     (trainer.experiment_name) that was stopped goes on from its newest checkpoint.
 
-    Raises ConfigError with every problem before anything starts, and otherwise what ended the run: DataError, RewardError,
-    FunctionError, CheckpointError, ClusterError, DivergedError, or GrpoRlError for an error of the program itself; a note names the
-    run's folder. An interrupt (Ctrl-C, or a notebook's stop button) lets the run save and raises KeyboardInterrupt;
-    a signal that another process sent to the run raises Preempted.
+    Raises ConfigError with every problem before anything starts, and otherwise what ended the run: DataError,
+    RewardError, FunctionError, CheckpointError, ClusterError, DivergedError, or GrpoRlError for an error of
+    the program; a note names the run's folder. An interrupt lets the run save and raises KeyboardInterrupt;
+    another process's signal raises Preempted.
     """
     words, composed = _checked(overrides)
     trainer = composed.config.trainer
@@ -68,19 +67,21 @@ def train(overrides: Sequence[str], *, quiet: bool = False) -> Run:
 
 @contextmanager
 def session(*words: str | Mapping[str, Any]) -> Iterator[Session]:
-    """Start the roles that the words of a command line describe, and yield their verbs for a loop in this process.
+    """Start the roles that the words of a command line describe, and yield their verbs for a loop in this
+    process.
 
         with grpo_rl.session("recipe=arithmetic/grpo", "trainer.total_training_steps=20") as s:
             for step in s.steps():
                 s.sync_weights()
                 ...
 
-    A configuration that Hydra has composed (`hydra.compose`, the argument of a function under `@hydra.main`) may take the place of words.
-    A named run (trainer.experiment_name) goes on from its newest checkpoint. Leaving the block commits the last state and
-    exports the model. Ray runs on this machine or where `ray_kwargs.ray_init.address` says, and ends with the block.
+    A configuration that Hydra has composed (`hydra.compose`, the argument under `@hydra.main`) may take the
+    place of words. A named run goes on from its newest checkpoint. Leaving the block commits the last state
+    and exports the model.
 
-    Raises what `train` raises; Preempted after Ctrl-C or another signal, with the state saved. A lost worker ends the session, and
-    the same words go on from the newest checkpoint. In a notebook a second Ctrl-C ends the kernel, as it ends a command.
+    Raises what `train` raises; Preempted after Ctrl-C or another signal, with the state saved. A lost worker
+    ends the session; the same words go on from the newest checkpoint. In a notebook a second Ctrl-C ends the
+    kernel.
     """
     from grpo_rl.main import begin, leaving_results, opened, prepare
     from grpo_rl.plan.make import make_plan
@@ -106,7 +107,7 @@ def session(*words: str | Mapping[str, Any]) -> Iterator[Session]:
 
 
 def _checked(overrides: Sequence[str | Mapping[str, Any]]) -> tuple[list[str], Composed]:
-    """Return the words and what they mean. Raises ConfigError with all problems that need no look at model or data."""
+    """Raises ConfigError with all problems that need no look at model or data."""
     if isinstance(overrides, str):
         raise ConfigError(
             f"overrides={overrides!r}: is one text; give a list of words, such as [{overrides.split()[0]!r}, ...]"
@@ -122,7 +123,6 @@ def _checked(overrides: Sequence[str | Mapping[str, Any]]) -> tuple[list[str], C
 
 
 def _run(command: list[str], quiet: bool, grace_s: float) -> int:
-    """Run the command, and return its exit code. Raises KeyboardInterrupt when the run has ended because of one."""
     # A notebook and a test put objects of their own in the place of the standard output, which no process can inherit.
     is_plain = sys.stdout is sys.__stdout__ and sys.stderr is sys.__stderr__
     if is_plain and not quiet:
@@ -154,7 +154,8 @@ def _pass_on(lines: IO[str], write: Callable[[str], Any]) -> None:
 
 
 def _wait(process: subprocess.Popen[Any], grace_s: float) -> int:
-    """Return the exit code. An interrupt asks the run to stop; a second one, or the end of the grace period, kills it."""
+    """Return the exit code. An interrupt asks the run to stop; a second one, or the end of the grace period,
+    kills it."""
     try:
         return process.wait()
     except KeyboardInterrupt:
@@ -169,7 +170,6 @@ def _wait(process: subprocess.Popen[Any], grace_s: float) -> int:
 
 
 def _raised(code: int, error_file: Path, folder: Path) -> BaseException:
-    """Return the exception that ended the run, as the process wrote it down; without that, one that says how it ended."""
     error: BaseException
     try:
         error = _rebuilt(json.loads(error_file.read_text(encoding="utf-8")))
@@ -182,7 +182,6 @@ def _raised(code: int, error_file: Path, folder: Path) -> BaseException:
 
 
 def _rebuilt(record: dict[str, Any]) -> BaseException:
-    """Return the exception that `_write_error` wrote down."""
     if record["exit_code"] == _INTERRUPTED:
         return KeyboardInterrupt()
     kind = getattr(errors, record["kind"])
@@ -195,7 +194,7 @@ def _rebuilt(record: dict[str, Any]) -> BaseException:
 
 
 def _write_error(file: Path, error: BaseException) -> None:
-    """Write down the exception that ended the run, for the process that waits for it: as the nearest of `errors.py`."""
+    """Write the exception that ended the run, as the nearest class of `errors.py`, for `_raised`."""
     kinds = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
     kind, texts = next(kinds, ""), getattr(error, "problems", [str(error)])
     record = {
@@ -210,7 +209,6 @@ def _write_error(file: Path, error: BaseException) -> None:
 
 
 def _child(argv: Sequence[str]) -> int:
-    """Run the main command with the words after the first, which names the file for an exception."""
     from grpo_rl.cluster.session import launcher
     from grpo_rl.main import main
 

@@ -15,14 +15,13 @@ _SETTING = re.compile(r"(\+\+|\+|~)?[A-Za-z_][\w-]*(\.[\w-]+)*=.*|~[A-Za-z_][\w.
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Help of one width on every terminal, with short names for values."""
-
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=26, width=110)
 
 
 class Arguments(argparse.ArgumentParser):
-    """A parser that takes no abbreviations, names the nearest option for one that is unknown, and raises ConfigError."""
+    """A parser without abbreviations that raises ConfigError and names the nearest option for an
+    unknown one."""
 
     def __init__(self, command: str, description: str, example: str) -> None:
         super().__init__(
@@ -34,11 +33,9 @@ class Arguments(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Raise ConfigError instead of ending the process."""
         raise ConfigError(f"{self.prog}: {message}; {self.prog} --help shows what there is")
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
-        """Return the options of a command line. Raises ConfigError for unknown ones, each with the nearest there is."""
         options, unknown = self.parse_known_intermixed_args(list(words))
         if unknown:
             # A word behind an unknown option is most likely its value.
@@ -61,7 +58,6 @@ class Arguments(argparse.ArgumentParser):
 
 @contextmanager
 def writing(what: str) -> Iterator[None]:
-    """Raise ConfigError if the block cannot write what an option names."""
     try:
         yield
     except OSError as error:
@@ -69,7 +65,6 @@ def writing(what: str) -> Iterator[None]:
 
 
 def counted(text: str) -> int:
-    """Return a whole number of at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is below 1")
@@ -77,7 +72,6 @@ def counted(text: str) -> int:
 
 
 def finite(text: str) -> float:
-    """Return a finite number."""
     value = float(text)
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"{text} is no finite number")
@@ -85,7 +79,6 @@ def finite(text: str) -> float:
 
 
 def not_negative(text: str) -> float:
-    """Return a finite number of at least 0."""
     value = finite(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text} is no number of at least 0")

@@ -11,7 +11,6 @@ Result = TypeVar("Result")
 
 
 def in_background(name: str, call: Callable[[], Result]) -> Future[Result]:
-    """Begin a call in a thread of its own, which a process that ends does not wait for; its future has the result or the error."""
     future: Future[Result] = Future()
 
     def run() -> None:
@@ -25,6 +24,5 @@ def in_background(name: str, call: Callable[[], Result]) -> Future[Result]:
 
 
 def has_ended(future: Future[Any], wait_s: float) -> bool:
-    """Return whether the call has ended, waiting `wait_s` at most."""
     wait([future], wait_s)
     return future.done()

@@ -1,7 +1,8 @@
-"""Values that stay in the memory of the process which made them: views of one response's, remote columns of a whole batch's.
+"""Values that stay in the memory of the process that made them: views of one response's, remote columns of a
+whole batch's.
 
-What a rollout costs to move is its token ids, its log-probs and its text. They stay where a rollout process or a rank left
-them; through the controller go their number and their place. They are read if something computes with them.
+Token ids, log-probs and text stay where a rollout process or a rank made them; the controller handles their
+number and place.
 """
 
 from __future__ import annotations
@@ -15,15 +16,13 @@ import torch
 from torch import Tensor
 
 Block: TypeAlias = Mapping[str, Any]
-"""Flat arrays by name, in which the values of several responses lie back to back. A rollout process's has `token_ids`
-(int32), `logprobs` (float32), `support_counts` and `support_ids` (int32, see `types.Support`) and `text` (UTF-8 as uint8)."""
+"""Flat arrays by name, the values of several responses back to back. A rollout process's has `token_ids`
+(int32), `logprobs` (float32), `support_counts`, `support_ids` (int32, `types.Support`) and `text` (UTF-8
+as uint8)."""
 
 
 class RemoteBlock(Protocol):
-    """A block in another process's memory."""
-
-    def read(self) -> Block:
-        """Return the block, fetched if need be."""
+    def read(self) -> Block: ...
 
 
 Fetch: TypeAlias = Callable[[Sequence[Any]], Sequence[Block]]
@@ -32,17 +31,13 @@ Fetch: TypeAlias = Callable[[Sequence[Any]], Sequence[Block]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
-    """One response's part of an array of a block: its length is known, its values are read when something asks for them.
-
-    numpy's functions take it for an array (`__array__`).
-    """
+    """One response's part of a block's array, read when its values are used; numpy takes it for an array."""
 
     block: Block | RemoteBlock
     name: str
     start: int
     length: int
     finite: bool = True
-    """False if the process that packed the values found one that is not finite."""
 
     def __len__(self) -> int:
         return self.length
@@ -55,11 +50,9 @@ class View:
         return iter(np.asarray(self))
 
     def tolist(self) -> list[Any]:
-        """Return the values as Python's numbers."""
         return np.asarray(self).tolist()
 
     def same_place(self, other: object) -> bool:
-        """Return whether both are the same part of the same block."""
         if not isinstance(other, View):
             return False
         return self.block is other.block and (self.name, self.start, self.length) == (other.name, other.start, other.length)
@@ -67,8 +60,6 @@ class View:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextView(View):
-    """One response's text: `str(view)` decodes it, each time anew."""
-
     def __str__(self) -> str:
         return np.asarray(self).tobytes().decode("utf-8", "surrogatepass")
 
@@ -79,40 +70,34 @@ class TextView(View):
 
 
 def encode_text(text: str) -> bytes:
-    """Return a text as a block contains it. A lone surrogate, which a tokenizer may produce, is kept."""
+    """A lone surrogate, which a tokenizer may produce, is kept."""
     return text.encode("utf-8", "surrogatepass")
 
 
 Array: TypeAlias = np.ndarray | View
-"""The values of one response: here, or to be read where they lie."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RemoteColumn:
-    """A column of a batch whose values lie in blocks of other processes: for each rollout pieces of them, in order.
-
-    Its length is known, `read` fetches the values.
-    """
+    """A column whose values lie in blocks of other processes: for each rollout pieces of them, in order."""
 
     name: str
-    """The array's name in the blocks."""
     blocks: tuple[Block | RemoteBlock, ...]
     pieces_N: np.ndarray
-    """The number of pieces of each rollout."""
     block_P: np.ndarray
-    """The block that each piece is from; of any number for a piece without values."""
+    """The index of each piece's block."""
     start_P: np.ndarray
     length_P: np.ndarray
     dtype: torch.dtype = torch.float32
     """The type of a column without values; others have that of their blocks."""
     finite: bool = True
-    """False if a process that made values found one that is not finite."""
+    """False if a value is not finite."""
 
     @staticmethod
     def of_pieces(
         name: str, pieces: Sequence[Array], per_rollout: Sequence[int] | np.ndarray, dtype: torch.dtype = torch.float32
     ) -> RemoteColumn:
-        """Return the column of these pieces, `per_rollout` of them for each rollout; an array that comes twice is one block."""
+        """Return the column of these pieces; an array that comes twice is one block."""
         number_of: dict[int, int] = {}
         blocks: list[Block | RemoteBlock] = []
         numbers, starts, lengths = [], [], []
@@ -144,7 +129,8 @@ class RemoteColumn:
         *,
         finite: bool = True,
     ) -> RemoteColumn:
-        """Return the column over rollouts of `lengths_N` values of which each result has those of its `orders` back to back.
+        """Return the column over rollouts of `lengths_N` values; each result has those of its `orders` back
+        to back.
 
         Rollouts without values may be in none.
         """
@@ -160,7 +146,7 @@ class RemoteColumn:
         return int(self.length_P.sum())
 
     def select(self, index: np.ndarray) -> RemoteColumn:
-        """Return the column of some rollouts, in that order, with those blocks only that have values of them."""
+        """Return the column of these rollouts, in that order."""
         chosen = consecutive((self.pieces_N.cumsum() - self.pieces_N)[index], self.pieces_N[index])
         block_P, length_P = self.block_P[chosen], self.length_P[chosen]
         used = np.unique(block_P[length_P > 0])
@@ -174,15 +160,13 @@ class RemoteColumn:
         )
 
     def keep(self, kept_N: np.ndarray) -> RemoteColumn:
-        """Return the column in which the rollouts that are not kept have no values."""
+        """Return the column in which only the kept rollouts have values."""
         return replace(self, length_P=np.where(np.repeat(kept_N, self.pieces_N), self.length_P, 0))
 
     def read(self) -> Tensor:
-        """Return the values, rollout after rollout."""
         return read_columns({"": self}, lambda blocks: [block.read() for block in blocks])[""]
 
     def joined(self, blocks: Sequence[Block]) -> Tensor:
-        """Return the values from the blocks, which are here."""
         arrays = [block[self.name] for block in blocks]
         places = zip(self.block_P.tolist(), self.start_P.tolist(), self.length_P.tolist(), strict=True)
         pieces = [arrays[number][start : start + length] for number, start, length in places if length]
@@ -192,16 +176,14 @@ class RemoteColumn:
 
 
 Column: TypeAlias = Tensor | RemoteColumn
-"""A column of a batch: its values are here, or to be read where they lie."""
 
 
 def values(column: Column) -> Tensor:
-    """Return the values of a column, read where they lie if it is remote."""
     return column.read() if isinstance(column, RemoteColumn) else column
 
 
 def read_columns(columns: Mapping[str, Any], fetch: Fetch) -> dict[str, Tensor]:
-    """Return the values of the remote columns among `columns`; each block is fetched once, all of them together."""
+    """Return the values of the remote columns; each block is fetched once, all of them together."""
     remote = {name: column for name, column in columns.items() if isinstance(column, RemoteColumn)}
     away = {id(block): block for column in remote.values() for block in column.blocks if not isinstance(block, Mapping)}
     values_of = dict(zip(away, fetch(list(away.values())) if away else (), strict=True))

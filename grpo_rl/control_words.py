@@ -11,16 +11,17 @@ from functools import cached_property
 from typing import Any
 
 MARK = secrets.token_hex(12)
-"""Stands inside a control word that is text, from before the template is rendered until the text is tokenized. Nobody can guess it."""
+"""Stands inside a control word that is text, from rendering until tokenizing. Nobody can guess it."""
 
 
 _BARS = re.compile(r"<[|\uff5c].*[|\uff5c]>")
-"""How control tokens are written that nobody would write as text; the second bar is DeepSeek's."""
+"""How control tokens are written; the second bar is DeepSeek's."""
 _PLAIN = [{"role": role, "content": "1"} for role in ("user", "assistant", "user")]
 
 
 def outside(value: Any) -> Any:
-    """Return text from outside (an environment, a tool, an agent, a judge), or all texts in lists and dicts, as text that every tokenizer and file takes.
+    """Return text from outside (an environment, tool, agent or judge), also in lists and dicts, as every file
+    takes it.
 
     Halves of a surrogate pair, which JSON may hold, and NUL become U+FFFD; two halves are joined.
     """
@@ -34,25 +35,24 @@ def outside(value: Any) -> Any:
 
 
 def opened_thought(prompt: str) -> str:
-    """Return the `<think>` with which a rendered prompt ends, if its template opens the policy's thought; else nothing."""
+    """Return the `<think>` with which a rendered prompt ends, or nothing."""
     start = prompt.rfind("<think>")
     return prompt[start:] if start >= 0 and not prompt[start + len("<think>") :].strip() else ""
 
 
 def unmarked(text: str) -> str:
-    """Return the text as it was given."""
     return text.replace(MARK, "")
 
 
 class ControlWords:
-    """Tells the control tokens that a template wrote from the same characters in the text of data, users and tools.
+    """Tells the control tokens that a template wrote from the same characters in the text of data, users and
+    tools.
 
-    Control words are the added tokens of `tokenizer` that it calls special, that stand between bars (`<|user|>`), or that the
-    chat template (its own, or `template`) writes around plain messages: DeepSeek's `<｜User｜>` is not called special. Others,
-    such as `<think>` and `<tool_call>`, are words that models and instructions write, and stay tokens. Text goes through
-    `marked` before a template puts it between its own words, and what was rendered through `encode`: a marked word becomes the
-    tokens of its characters. Text without such words is encoded by the tokenizer itself. `meant` marks nothing: words in the
-    text are control tokens then.
+    Control words are the added tokens that `tokenizer` calls special, that stand between bars (`<|user|>`),
+    or that the chat template writes around plain messages: DeepSeek's `<｜User｜>` is not called special.
+    Others, such as `<think>`, are words that models write, and stay tokens. Text goes through `marked` before
+    it is rendered, and through `encode` afterwards: a marked word becomes the tokens of its characters. With
+    `meant` nothing is marked.
     """
 
     def __init__(self, tokenizer: Any, meant: bool = False, template: str | None = None) -> None:
@@ -83,17 +83,15 @@ class ControlWords:
         return value
 
     def encode(self, text: str | Sequence[str], **options: Any) -> Any:
-        """Return what the tokenizer makes of a rendered text, or of several; offsets are places in the marked text."""
+        """Return the encoding of rendered texts; offsets are places in the marked text."""
         texts = [text] if isinstance(text, str) else text
         tokenizer = self._of_marked if any(MARK in entry for entry in texts) else self.tokenizer
         return tokenizer(text if isinstance(text, str) else list(text), **options)
 
     def ids(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Return the token ids of one text."""
         return list(self.encode(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def tokenizer_of(self, marked: Any) -> Any:
-        """Return the tokenizer for messages: another one only if some of their texts have a mark."""
         return self._of_marked if MARK in str(marked) else self.tokenizer
 
     @cached_property
@@ -120,7 +118,7 @@ class ControlWords:
 
 
 def _around_plain_messages(tokenizer: Any, template: str | None) -> str:
-    """Return what the chat template makes of a conversation without words of its own; nothing if there is none that does."""
+    """Return what the chat template writes for a conversation without control words; nothing if it fails."""
     try:
         return str(tokenizer.apply_chat_template(_PLAIN, tokenize=False, chat_template=template))
     except Exception:  # a template is a program: one that does not like this conversation says so when it meets the rows

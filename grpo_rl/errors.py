@@ -8,10 +8,9 @@ import sys
 from collections.abc import Iterable
 
 LIBRARIES = (os.path.join(os.path.dirname(__file__), ""), os.path.join(os.path.dirname(os.__file__), ""), "<")
-"""Beginnings of the paths of code that is no user's: this package, the standard library, code without a file."""
+"""Beginnings of the paths of code that is no user's; "<" is code without a file."""
 
 SETUP = "bash scripts/setup.sh makes one with all that is needed, .venv: start with .venv/bin/python"
-"""The remedy for a module that is missing."""
 
 EXIT_CODES = {
     0: ("done", "nothing"),
@@ -38,21 +37,19 @@ EXIT_CODES = {
         "the same command goes on from the last commit",
     ),
 }
-"""The exit codes of the command: the meaning of each, and the remedy."""
 
 
 class GrpoRlError(Exception):
-    """Base of every error whose message is meant for the user: the value, the rule, what to do."""
+    """An error whose message is meant for the user: the value, the rule, what to do."""
 
     exit_code: int = 70
     where: str = ""
-    """The step and phase of the training in which it happened, if there was one."""
+    """The step and phase of the training."""
     advice: str = ""
-    """The remedy, if the message does not contain it already."""
 
 
 class ConfigError(GrpoRlError):
-    """The configuration cannot be run. `problems` holds every one that was found, not only the first."""
+    """`problems` holds every problem of the configuration."""
 
     exit_code = 2
 
@@ -62,20 +59,16 @@ class ConfigError(GrpoRlError):
 
 
 class DataError(GrpoRlError):
-    """The data cannot be used: file, row, column, what was found, what was expected; or nothing in them can be learnt from."""
+    """The data cannot be used, or nothing can be learnt from them."""
 
     exit_code = 3
 
 
 class CheckpointError(GrpoRlError):
-    """A checkpoint cannot be written, found, or trusted."""
-
     exit_code = 4
 
 
 class RewardError(GrpoRlError):
-    """A reward function failed or returned something that is not a reward."""
-
     exit_code = 5
 
 
@@ -84,37 +77,35 @@ class NoRewardError(RewardError):
 
 
 class FunctionError(GrpoRlError):
-    """A user's own estimator, loss, average, KL or schedule failed: its name, its file and line, and its interface."""
+    """A user's own estimator, loss, average, KL or schedule failed."""
 
     exit_code = 5
 
 
 class ClusterError(GrpoRlError):
-    """A worker or the cluster failed: which worker, in which phase, at which step, and the cause."""
+    """A worker or the cluster failed."""
 
     exit_code = 6
 
 
 class OutOfMemory(ClusterError):
-    """A worker's process asked for more memory than there is. It is alive, and a smaller piece of work may do."""
+    """A worker's process ran out of memory. It is alive, and a smaller piece of work may do."""
 
 
 class Preempted(BaseException):
     """A signal asked the run to stop, and what it had learnt is kept.
 
-    Not an Exception, for it is raised wherever the main thread is: code that handles failures there must not catch it.
+    No Exception, so that code that handles failures in the main thread does not catch it.
     """
 
     exit_code: int = 75
 
 
 class DivergedError(GrpoRlError):
-    """The loss or the gradient was not finite, more often than the configuration lets pass."""
+    """The loss or the gradient was not finite more often than the configuration allows."""
 
 
 class StoppedByAlarm(GrpoRlError):
-    """The doctor has raised an alarm that `trainer.stop_on` names: what was seen, where the run goes on, the remedy."""
-
     exit_code = 76
 
 
@@ -123,12 +114,11 @@ class WeightVersionError(GrpoRlError):
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether a library in Rust has met something that it did not expect: its error is no Exception."""
+    """Return whether a library in Rust panicked: its error is no Exception."""
     return type(error).__name__ == "PanicException"
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return the code that the command ends with because of `error`."""
     if isinstance(error, GrpoRlError | Preempted):
         return error.exit_code
     if isinstance(error, ModuleNotFoundError):
@@ -137,7 +127,7 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def headline(error: BaseException) -> str:
-    """Return the cause in one line: step and phase if they are known, the first line of the message, what to do."""
+    """Return the cause in one line: step and phase, the first line of the message, the advice."""
     lines = str(error).strip().splitlines()
     text = lines[0] if lines else "no message"
     if not isinstance(error, GrpoRlError | Preempted):
@@ -150,7 +140,7 @@ def headline(error: BaseException) -> str:
 
 
 def details(error: BaseException, limit: int = 20) -> list[str]:
-    """Return the lines of the message below its headline: at most `limit`, then those that name log files.
+    """Return at most `limit` lines of the message below its headline, then those that name log files.
 
     Lines that begin with "|" quote a log or a traceback, and stay in the log file.
     """
@@ -162,16 +152,13 @@ def details(error: BaseException, limit: int = 20) -> list[str]:
 
 
 def did_you_mean(name: str, known: Iterable[str], most: int = 3) -> str:
-    """Return ` Did you mean A or B?` with those of the known names that are nearest to another one; empty if none is near."""
+    """Return ` Did you mean A or B?` with the nearest of the known names, or nothing."""
     nearest = difflib.get_close_matches(name[:200], list(known), n=most, cutoff=0.5)
     return f" Did you mean {' or '.join(nearest)}?" if nearest else ""
 
 
 def users_line(error: BaseException) -> tuple[str, int, str] | None:
-    """Return file, line and function: the last line of a user's own file that an exception passed; None without one.
-
-    The exception itself is often raised deep inside a library that the user's line has called.
-    """
+    """Return file, line and function of the last line of a user's own file that the exception passed."""
     place, trace = None, error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -182,6 +169,6 @@ def users_line(error: BaseException) -> tuple[str, int, str] | None:
 
 
 def raised_in(error: BaseException) -> str:
-    """Return `users_line` as ` (FILE, line N, in NAME)`, for messages of one line; "" without one."""
+    """Return `users_line` as ` (FILE, line N, in NAME)`; "" without one."""
     place = users_line(error)
     return "" if place is None else f" ({place[0]}, line {place[1]}, in {place[2]})"

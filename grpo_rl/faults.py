@@ -1,11 +1,10 @@
 """Fault points: named places where a test can make this very process die, freeze, slow down or fail.
 
-`GRPO_FAULT` arms them: entries `POINT:ACTION[=VALUE][@CONDITION,...]` with `;` between them, for example
-`actor.update.mid_backward:kill9@step=3,rank=1;ckpt.before_rename:enospc@n=2`. Every process of a run reads it.
-Conditions, all of which must hold: `KEY=VALUE` on a fact that the point has (see `POINTS`; all have `worker` and
-`step`), `n=N` for the Nth time that the rest holds in this process, and `once` for a single time in all
-processes and restarts, which needs the folder `GRPO_FAULT_STATE` to note it in. What was done is noted there too,
-one line of JSON each in `fired.jsonl`.
+`GRPO_FAULT` arms them in every process: entries `POINT:ACTION[=VALUE][@CONDITION,...]` with `;` between them,
+for example `actor.update.mid_backward:kill9@step=3,rank=1;ckpt.before_rename:enospc@n=2`. All conditions must
+hold: `KEY=VALUE` on a fact that the point has (`POINTS`; all have `worker` and `step`), `n=N` for the Nth
+time that the rest holds in this process, and `once` for a single time in all processes and restarts, noted in
+the folder `GRPO_FAULT_STATE`. That folder's `fired.jsonl` lists what was done.
 """
 
 from __future__ import annotations
@@ -60,7 +59,6 @@ POINTS = {
     "ckpt.before_rename": "a checkpoint is written, and has not got its name yet",
     "ckpt.after_rename": "a checkpoint has its name, and old ones are still there",
 }
-"""Every point: when it is passed, and which facts it has beside `worker` and `step`."""
 
 _SPEC = re.compile(
     r"(?P<point>[\w.]+):(?P<action>\w+)(=(?P<value>[\d.]+))?(@(?P<conditions>(\w+=[^,=]+|once)(,(\w+=[^,=]+|once))*))?"
@@ -80,13 +78,11 @@ ACTIONS = (*_DIRECT, "raise", "nan", *_ERRNO)
 
 
 class InjectedFault(RuntimeError):
-    """The error that the action `raise` raises."""
+    """Raised by the action `raise`."""
 
 
 @dataclass(slots=True)
 class _Entry:
-    """One armed fault."""
-
     text: str
     point: str
     action: str
@@ -98,7 +94,6 @@ class _Entry:
 
 
 VARIABLES = ("GRPO_FAULT", "GRPO_FAULT_STATE")
-"""The variables that arm fault points: the faults, and the folder in which processes note what has fired."""
 
 _armed: list[_Entry] = []
 _state: Path | None = None
@@ -108,10 +103,7 @@ _unread = bool(os.environ.get("GRPO_FAULT"))
 
 
 def fault_point(name: str, **told: Any) -> str | None:
-    """Do what is armed here. `nan` is returned for the caller to do; mostly there is nothing: None.
-
-    Raises InjectedFault or OSError if those are the armed action.
-    """
+    """Do what is armed here; return `nan` for the caller to do. Raises InjectedFault or OSError."""
     if _unread:
         arm()
     for entry in _armed:
@@ -153,7 +145,7 @@ def _note(entry: _Entry, context: dict[str, Any]) -> None:
 
 
 def tell(**context: Any) -> None:
-    """Set facts that conditions can name at every point of this process from now on, such as the step."""
+    """Set facts that conditions can name at every later point of this process."""
     if _unread:
         arm()
     if _armed:
@@ -161,22 +153,18 @@ def tell(**context: Any) -> None:
 
 
 def told() -> dict[str, Any] | None:
-    """Return the facts that this process was given (step, worker), to be passed on with a call; None if nothing is armed."""
+    """Return the facts that this process was told; None if nothing is armed."""
     if _unread:
         arm()
     return dict(_context) if _armed else None
 
 
 def environment() -> dict[str, str]:
-    """Return the variables with which a process that does not inherit this one's environment has the same faults armed."""
     return {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
 
 
 def arm(spec: str | None = None, state: str | None = None) -> None:
-    """Arm what `spec` says, and nothing else; the environment's GRPO_FAULT and GRPO_FAULT_STATE if it is None.
-
-    Raises ConfigError for what cannot be armed.
-    """
+    """Arm what `spec` says; the environment's faults if it is None. Raises ConfigError."""
     global _armed, _state, _unread
     if spec is None:
         spec, state = os.environ.get("GRPO_FAULT", ""), os.environ.get("GRPO_FAULT_STATE")
@@ -189,7 +177,6 @@ def arm(spec: str | None = None, state: str | None = None) -> None:
 
 
 def _parse(text: str, state: str | None) -> _Entry:
-    """Return one entry. Raises ConfigError for text that is none."""
     match = _SPEC.fullmatch(text)
     if match is None:
         raise ConfigError(f"GRPO_FAULT: {text!r} is not POINT:ACTION[=NUMBER][@KEY=VALUE,n=N,once]")

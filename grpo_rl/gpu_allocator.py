@@ -1,10 +1,8 @@
-"""Settings of torch's allocator of GPU memory: segments that grow, a buffer that another process may open, copies that nothing waits for.
+"""Settings of torch's allocator of GPU memory.
 
-A rank's passes differ in length, so that blocks of fixed segments fit the next pass badly; expandable segments map as much as a
-pass needs. But memory of theirs is handed to another process as a file descriptor, which the kernel gives to processes only
-that may trace the first one: engines are siblings of the ranks, and may not.
-
-torch has one string for all settings and resets those that a new string leaves out, so the user's are always repeated.
+Passes differ in length, so segments expand as a pass needs. Their memory is handed over as a file descriptor,
+which engines, siblings of the ranks, may not open. torch resets the settings that a new string leaves out, so
+the user's are repeated.
 """
 
 from __future__ import annotations
@@ -22,7 +20,8 @@ _KEY = "expandable_segments"
 
 
 def settings(*, shareable: bool = False) -> str:
-    """Return the user's settings, with expandable segments unless they say otherwise; without them if `shareable`."""
+    """Return the user's settings, with expandable segments unless they say otherwise or memory is
+    `shareable`."""
     user = next((os.environ[name] for name in VARIABLES if os.environ.get(name)), "")
     fields = dict(field.strip().split(":", 1) for field in user.split(",") if ":" in field)
     expandable = not shareable and fields.get(_KEY, "True").strip().lower() in ("true", "1")
@@ -30,13 +29,12 @@ def settings(*, shareable: bool = False) -> str:
 
 
 def use_expandable_segments() -> None:
-    """Let the segments of this process grow, unless the user's settings say otherwise."""
     torch._C._accelerator_setAllocatorSettings(settings())
 
 
 @contextmanager
 def shareable_memory() -> Iterator[None]:
-    """Let memory that is allocated inside of this context be memory that a sibling process may open."""
+    """Let a sibling process open memory that is allocated inside of this context."""
     torch._C._accelerator_setAllocatorSettings(settings(shareable=True))
     try:
         yield
@@ -45,10 +43,7 @@ def shareable_memory() -> Iterator[None]:
 
 
 def to_device(tensor: Tensor, device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a tensor of host memory on a device. A copy to a GPU does not wait for what that has been given to do.
-
-    From memory that is not page-locked, torch's copy waits for the whole stream.
-    """
+    """Copy from page-locked memory: from any other, torch's copy waits for the whole stream."""
     if torch.device(device).type != "cuda" or not tensor.numel():
         return tensor.to(device, dtype)
     return tensor.pin_memory().to(device, dtype, non_blocking=True)

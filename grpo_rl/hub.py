@@ -1,4 +1,4 @@
-"""A check whether the Hugging Face hub can be reached; its own client tries for half a minute to find that out."""
+"""A check whether the Hugging Face hub can be reached; its own client tries for half a minute."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 
 def why_unreachable() -> str | None:
-    """Return `huggingface.co cannot be reached (...)`; None if a connection can be made, or if only the client finds out.
-
-    It takes `TIMEOUT_S` at most, the look-up of the name included.
-    """
+    """Return why the hub cannot be reached, within `TIMEOUT_S`; None if it can, or only the client
+    finds out."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE or any(os.environ.get(name) for name in PROXIES):

@@ -7,14 +7,10 @@ from importlib import metadata
 from importlib.util import find_spec
 
 EXTRAS = ("", "cpu", "gpu", "data")
-"""Extras whose packages a run imports; "" has what is always needed."""
 
 
 def lacks(*, vllm: bool, device: str) -> str | None:
-    """Return a sentence, with the command, if Ray or, if a run needs `vllm` here, vLLM is not installed; None if both are.
-
-    The core, which plans, checks and reports, has neither; `device` is that of the plan, cpu or cuda.
-    """
+    """Return a sentence, with the command, if Ray, or vLLM on a machine that needs it, is not installed."""
     missing = [
         name
         for package, name in (("ray", "Ray"), ("vllm", "vLLM"))
@@ -27,7 +23,7 @@ def lacks(*, vllm: bool, device: str) -> str | None:
 
 
 def untested(package: str = "grpo_rl") -> Iterator[str]:
-    """Yield name, version and tested range of each installed dependency of `package` that is another one."""
+    """Yield name, version and tested range of each installed dependency that is out of its range."""
     from packaging.requirements import Requirement  # a dependency of transformers
 
     try:

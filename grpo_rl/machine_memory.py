@@ -1,4 +1,4 @@
-"""The memory of this machine: how much there is, how much of it can still be had, a container's limit included, and errors of it."""
+"""The memory of this machine, with a container's limit, and errors of memory."""
 
 from __future__ import annotations
 
@@ -15,20 +15,17 @@ MEMINFO, CGROUP, OWN_GROUPS = Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Pat
 
 
 class MachineMemory(NamedTuple):
-    """Bytes of memory: those that can still be had, and all; and whose they are."""
-
     free: float
     total: float
     owner: str = "machine"
 
     @property
     def used_share(self) -> float:
-        """The share that cannot be had any more, from 0 to 1."""
         return 1.0 - self.free / self.total if self.total > 0 else 0.0
 
 
 def machine_memory() -> MachineMemory:
-    """Return what the machine has, or what a container may use if that is less. Raises OSError if nothing says it."""
+    """Return what the machine or container may use. Raises OSError if nothing says it."""
     fields = {}
     for line in MEMINFO.read_text().splitlines():
         name, _, rest = line.partition(":")
@@ -46,9 +43,9 @@ def machine_memory() -> MachineMemory:
 
 
 def _groups() -> Iterator[tuple[Path, str, str]]:
-    """Yield the folders of the control groups that this process is in, and their files of limit and use.
+    """Yield the folders of this process's control groups and all above, and their files of limit and use.
 
-    All above its own group count, too. A container often sees its own group as the root, and its path as the host has it.
+    A container often sees its own group as the root, and its path as the host has it.
     """
     for line in OWN_GROUPS.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -63,14 +60,14 @@ def _groups() -> Iterator[tuple[Path, str, str]]:
 
 
 def _kept_of_files(group: Path) -> float:
-    """Return the bytes of files that the kernel keeps in a group's memory, and gives up when a process asks."""
+    """Return the bytes of cached files, which the kernel gives up if a process asks."""
     fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     # Version 1 has sums over the groups below under names of their own.
     return float(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
 
 
 def out_of_memory(error: Exception) -> OutOfMemory | None:
-    """Return an error with what was asked for and what is free in this process, if `error` is of memory that ran out; else None."""
+    """Return an error with the free memory if `error` says that memory ran out."""
     kind, text = type(error).__name__, " ".join(str(error).split()) or "no message"
     if kind not in ("OutOfMemoryError", "MemoryError") and not OUT_OF_MEMORY.search(text):
         return None

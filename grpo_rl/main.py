@@ -1,4 +1,4 @@
-"""The command `python -m grpo_rl.main recipe=arithmetic/grpo key=value ...`, from its words to the report of the run."""
+"""The command `python -m grpo_rl.main recipe=NAME key=value ...`, from its words to the report of the run."""
 
 from __future__ import annotations
 
@@ -41,28 +41,22 @@ if TYPE_CHECKING:  # what takes time to load is imported where it is used, so th
     from grpo_rl.types import Metrics
 
 MOST_CHANGES = 20
-"""Changed keys that a resumed run shows; its folder has both configurations."""
 REFUSAL = "this configuration cannot be run"
 
 
 def main(argv: Sequence[str] | None = None, on_error: Callable[[BaseException], None] = lambda error: None) -> int:
-    """Run the command line `argv` (this process's, if None), and return the exit code.
-
-    What each code says is in `errors.EXIT_CODES`. A failure is printed on stderr: its cause in one line, details, the logs.
-    `on_error` gets the exception too.
-    """
+    """Run the command line, and return the exit code (`errors.EXIT_CODES`). `on_error` gets a failure."""
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         make_lasting()
         launcher.launches = True
-    # Imports make a million objects that stay, and a collection looks at all of them again and again.
-    # A run that has imported its libraries enables it (`RunSession.model_folder`).
+    # Imports make a million objects that stay; a run enables collection afterwards (`RunSession.model_folder`).
     gc.disable()
     try:
         return exit_code_after(lambda: _run(words, on_error), on_error=on_error)
     finally:
         gc.enable()
-        # A run freezes what it has imported. At the interpreter's end libraries complain on the screen of what stays (nanobind).
+        # What stays frozen makes libraries complain at the interpreter's end (nanobind).
         gc.unfreeze()
 
 
@@ -71,9 +65,9 @@ def exit_code_after(
     refusal: str = REFUSAL,
     on_error: Callable[[BaseException], None] = lambda error: None,
 ) -> int:
-    """Do the work of a command, and return its exit code; print a failure on stderr instead of a traceback.
+    """Return the work's exit code, or that of its failure, which is printed on stderr.
 
-    `refusal` stands before the list of what is wrong with the words. `on_error` gets the exception too.
+    `refusal` stands before the list of a configuration's problems.
     """
     try:
         return work()
@@ -91,7 +85,6 @@ def _run(words: list[str], on_error: Callable[[BaseException], None]) -> int:
         return 0
     with ExitStack() as loading:
         loading.enter_context(_ended_by_an_interrupt())
-        # Imported here, as whatever takes time: a Ctrl-C meanwhile ends as any other does.
         from grpo_rl.config.compose import launch, print_asked, read
 
         command = read(words)
@@ -111,20 +104,18 @@ def _run(words: list[str], on_error: Callable[[BaseException], None]) -> int:
 
 
 def _start(loading: ExitStack, on_error: Callable[[BaseException], None], composed: Composed) -> int:
-    """Plan the run, and train unless it is dry. `loading` ends before the training begins."""
+    """`loading` ends before the training begins."""
     from grpo_rl.telemetry.rundir import refuse_taken
 
     faults.arm()
     trainer = composed.config.trainer
     if not trainer.dry_run:
-        # At once, and not after the seconds that a plan takes; the folder is locked when the run has one.
         refuse_taken(trainer.default_local_dir, trainer.experiment_name)
         if (message := done_already(composed, trainer.total_training_steps)) is not None:
             print(message)
             return 0
 
     def work() -> int:
-        # Imported late: a misspelt key is refused before torch is loaded.
         from grpo_rl.plan.make import make_plan
 
         plan = make_plan(composed)
@@ -144,7 +135,7 @@ def _start(loading: ExitStack, on_error: Callable[[BaseException], None], compos
 
 
 def done_already(composed: Composed, total: int | None) -> str | None:
-    """Return what to say if the run of this name has trained all of its `total` steps; None if it has not."""
+    """Return the message if the run of this name has trained all of its `total` steps."""
     from grpo_rl.telemetry.finished import nothing_left
 
     trainer = composed.config.trainer
@@ -156,10 +147,8 @@ def done_already(composed: Composed, total: int | None) -> str | None:
 
 @contextmanager
 def _ended_by_an_interrupt() -> Iterator[None]:
-    """Let a Ctrl-C end the process at once, while there is nothing to save.
-
-    The import of a library in C makes any other error of a KeyboardInterrupt.
-    """
+    """End the process at once on Ctrl-C: importing a library in C turns KeyboardInterrupt into another
+    error."""
 
     def end(number: int, frame: object) -> None:
         os.write(2, b"\ninterrupted\n")
@@ -176,7 +165,7 @@ def _ended_by_an_interrupt() -> Iterator[None]:
 
 
 def _explain(error: BaseException, refusal: str) -> None:
-    """Print what ended the command on stderr: whatever it is, the user gets lines and a file, not a wall of text."""
+    """Print the error on stderr; an unexpected one's traceback goes to a file."""
     if isinstance(error, ConfigError):
         count = "1 problem" if len(error.problems) == 1 else f"{len(error.problems)} problems"
         lines = [f"{refusal}, {count}:", *(f"  • {problem}" for problem in error.problems)]
@@ -184,7 +173,6 @@ def _explain(error: BaseException, refusal: str) -> None:
         lines = ["\ninterrupted"]
     elif isinstance(error, GrpoRlError | Preempted):
         kind = "stopped" if isinstance(error, Preempted | StoppedByAlarm) else "error"
-        # A worker's last words are in its log; the traceback of this process in its own.
         detail_lines = [*details(error), *getattr(error, "__notes__", [])]
         lines = [f"{kind}: {headline(error)}", *(f"  {line}" for line in detail_lines)]
     elif isinstance(error, ModuleNotFoundError):
@@ -205,16 +193,13 @@ def _explain(error: BaseException, refusal: str) -> None:
 
 @dataclass(slots=True)
 class Course:
-    """A run that has its folder."""
-
     composed: Composed
     plan: Plan
     session: RunSession
     page: PageBeside
     checkpoint: Checkpoint | None
-    """The state from which the run goes on; None for a run from the start."""
+    """None for a run from the start."""
     code: str = ""
-    """The digest of the sources."""
     rows: Path | None = None
     """The collected rows that are trained on, if there are any."""
     collected: Metrics = field(default_factory=dict)
@@ -224,10 +209,6 @@ class Course:
 
 
 def run(composed: Composed, plan: Plan) -> int:
-    """Train as the plan says, and return 0 when the last step is done.
-
-    Raises this package's errors for whatever a user can mend, with step and phase.
-    """
     with opened(composed, plan) as course:
         train(course)
     return 0
@@ -235,10 +216,7 @@ def run(composed: Composed, plan: Plan) -> int:
 
 @contextmanager
 def opened(composed: Composed, plan: Plan) -> Iterator[Course]:
-    """Lock the run's folder, start Ray, and yield the run; print its report when what is done inside is done.
-
-    Data, rewards and the model's settings are read while Ray starts, before there is any worker.
-    """
+    """Lock the run's folder, start Ray, and yield the run; print its report at the end."""
     from grpo_rl.checkpoint.manifest import verify
     from grpo_rl.cluster.run_session import run_session
     from grpo_rl.cluster.session.ray_session import clean_earlier
@@ -302,10 +280,7 @@ def opened(composed: Composed, plan: Plan) -> Iterator[Course]:
 
 
 def train(course: Course) -> None:
-    """Start the workers, and train from the checkpoint on, or from the start.
-
-    When a rank is lost, all workers are ended, and the training goes on in new ones from the newest checkpoint.
-    """
+    """Train; if a rank is lost, end all workers, and go on in new ones from the newest checkpoint."""
     prepare(course)
     from grpo_rl.cluster.processes.worker_group import WorkerFailed
 
@@ -326,7 +301,6 @@ def _train_from(course: Course, stack: ExitStack) -> None:
 
 
 def prepare(course: Course) -> None:
-    """Load libraries while Ray starts, and collect the rows that are trained on, if they are sampled first."""
     from grpo_rl.config.relative_paths import function_files
     from grpo_rl.run_files import model_digests
     from grpo_rl.source_code import digest, sources
@@ -336,14 +310,12 @@ def prepare(course: Course) -> None:
     course.code = digest(sources(function_files(settings)) | model_digests(settings))
     session.status.update(code=course.code, **contents_of(settings))
 
-    # Ray takes seconds to start, in processes of its own; these imports take seconds as well, beside it.
     with session.console.progress("starting Ray, and loading libraries"):
         from transformers.utils.logging import disable_progress_bar
 
         from grpo_rl.cluster.collection import collect
         from grpo_rl.cluster.recovery.supervisor import Recoveries
         from grpo_rl.cluster.start_roles import start_roles  # noqa: F401 loaded beside Ray, for `RunSession.start`
-    # Model and tokenizer files are small beside what follows; the screen has bars of its own.
     disable_progress_bar()
 
     if plan.collection is not None:
@@ -352,8 +324,8 @@ def prepare(course: Course) -> None:
 
 
 def _go_back(course: Course, error: WorkerFailed) -> None:
-    """Set the newest checkpoint as the state to go on from. Raises `error` if it is to end the run, ClusterError at the
-    end of the budget for restarts."""
+    """Go on from the newest checkpoint. Raises `error` if it ends the run, ClusterError after the last
+    restart."""
     recoveries = course.recoveries
     if not recoveries.restarts or not (course.session.status.has_begun or course.lost):
         raise error  # workers that fail at their first start will fail again
@@ -367,7 +339,7 @@ def _go_back(course: Course, error: WorkerFailed) -> None:
 
 
 def newest_checkpoint(course: Course) -> Checkpoint | None:
-    """Return the newest state of this run: where it began, one of its checkpoints, or the one that it keeps for itself."""
+    """Return the newest of the states where this run began, its checkpoints, and that kept for recovery."""
     run_dir, candidates = course.session.run_dir, [course.checkpoint]
     for folder in (run_dir.checkpoints, run_dir.recovery):
         with suppress(CheckpointError):  # none of several is good, each of which was warned of
@@ -380,14 +352,13 @@ def newest_checkpoint(course: Course) -> Checkpoint | None:
 
 
 def _newest_in(folder: Path, console: Console) -> Checkpoint | None:
-    """Return the newest checkpoint in this folder that is good. Raises CheckpointError when none of several is."""
+    """Raises CheckpointError if there are checkpoints and none is good."""
     from grpo_rl.checkpoint.store import CheckpointStore
 
     return CheckpointStore(folder, warn=console.warn).latest(lambda reason: console.warn(f"CHECKPOINT PASSED OVER: {reason}"))
 
 
 def begin(course: Course, stack: ExitStack) -> RunLoop:
-    """Start the workers, and return the training at its checkpoint, or at the start. `stack` ends what starts here."""
     from grpo_rl.checkpoint.exporting import try_export
     from grpo_rl.cluster.inputs import read_inputs
     from grpo_rl.cluster.run_instruments import RunInstruments
@@ -410,7 +381,6 @@ def begin(course: Course, stack: ExitStack) -> RunLoop:
     is_new = course.checkpoint is None and course.lost is None
     if is_new:
         first_look(course, inputs)
-    # Teachers' models that are embedded ones are made first.
     teachers = (
         (name, teacher if teacher.model_path is None else replace(teacher, model_path=session.model_folder(teacher.model_path)))
         for name, teacher in inputs.plan.teachers
@@ -465,7 +435,6 @@ def begin(course: Course, stack: ExitStack) -> RunLoop:
 
 @contextmanager
 def leaving_results(course: Course, training: RunLoop) -> Iterator[None]:
-    """Export the models, write the page and draw the curves when the training inside has ended."""
     try:
         yield
     except CheckpointError:
@@ -477,7 +446,7 @@ def leaving_results(course: Course, training: RunLoop) -> Iterator[None]:
 
 
 def look_at_inputs(plan: Plan) -> None:
-    """Read tokenizer, data and rewards as a start would, and print what it would warn of. Raises what it would raise.
+    """Read tokenizer, data and rewards as a start would, print its warnings, and raise its errors.
 
     Left out if a start would first make or fetch something, and if it would happen on another machine.
     """
@@ -496,7 +465,6 @@ def look_at_inputs(plan: Plan) -> None:
 
 
 def first_look(course: Course, inputs: Inputs) -> None:
-    """Warn of what makes a run vain."""
     for warning in _warnings(inputs, course.session.run_dir.path.parent):
         course.session.console.warn(warning)
 
@@ -510,10 +478,8 @@ def _warnings(inputs: Inputs, runs: Path) -> Iterator[str]:
 
 
 def export(course: Course, training: RunLoop) -> None:
-    """Export the models of a training that is done.
-
-    Raises CheckpointError; then what was trained is in a checkpoint, which the error names, if the disk has room for one.
-    """
+    """Raises CheckpointError; the error names the checkpoint of what was trained if the disk has room for
+    one."""
     run_dir, console, roles = course.session.run_dir, course.session.console, training.roles
     trainer = course.composed.config.trainer
     if not (trainer.export_at_end and course.plan.trains):
@@ -539,7 +505,6 @@ def export(course: Course, training: RunLoop) -> None:
 
 
 def leave_results(course: Course, training: RunLoop) -> None:
-    """Export the models of a training that is done, write its page, and draw its curves."""
     from grpo_rl.telemetry.page.beside_run import LAST_S
     from grpo_rl.telemetry.report import plot_curves
 

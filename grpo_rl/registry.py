@@ -1,8 +1,7 @@
-"""The functions that a configuration names: the way they are found, and their options, needs and formula.
+"""The functions that a configuration names: how they are found, and their options, needs and formula.
 
-The options of a function are its keywords with defaults; its signature is the only place that lists them. What it needs
-of the run is noted by `@needs`, and its formula is the text after `Formula:` in its docstring. A user's own function in
-a file has the same rights as a registered one; when it fails, the error names its file and line.
+Options are keywords with defaults in the signature, needs are noted by `@needs`, and the formula is the text
+after `Formula:` in the docstring. A user's own function in a file has the same rights.
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Registry(Generic[F]):
     """A table from names to functions of one kind, e.g. all advantage estimators.
 
-    `get` also takes `my_pkg.my_module:fn` and `path/to/file.py:fn`, so that a user's own function is used without
-    touching this package. `interface` states in one line how such a function is called and what it returns; with it,
-    a failure of a user's function becomes a FunctionError that repeats the line.
+    `get` also takes `my_pkg.my_module:fn` and `path/to/file.py:fn`. `interface` states in one line how such a
+    function is called; with it, a failure of a user's function becomes a FunctionError that repeats the line.
     """
 
     def __init__(self, kind: str, interface: str = "") -> None:
@@ -41,8 +39,6 @@ class Registry(Generic[F]):
         self._own: dict[str, F] = {}
 
     def register(self, *names: str) -> Callable[[F], F]:
-        """Return a decorator that makes the function known under each of `names`."""
-
         def add(function: F) -> F:
             for name in names:
                 if name in self._functions:
@@ -53,10 +49,7 @@ class Registry(Generic[F]):
         return add
 
     def get(self, name: str) -> F:
-        """Return the function registered as `name`, or imported from `module:fn` / `file.py:fn`.
-
-        Raises ConfigError, with the known names and the nearest ones, when there is none.
-        """
+        """Return the function of this name, or of `module:fn` or `file.py:fn`. Raises ConfigError."""
         if name in self._functions:
             return self._functions[name]
         if ":" in name:
@@ -71,7 +64,6 @@ class Registry(Generic[F]):
         )
 
     def check_keywords(self, name: str, options: dict[str, Any]) -> None:
-        """Raise ConfigError when the function has no keyword parameter for one of `options`."""
         function = self.get(name)
         parameters = inspect.signature(function).parameters
         if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
@@ -83,7 +75,6 @@ class Registry(Generic[F]):
             raise ConfigError(f"{self.kind} {name!r} has no option {', '.join(unknown)}; it takes {', '.join(parameters)}")
 
     def check_call(self, name: str, *arguments: str, **keywords: Any) -> None:
-        """Raise ConfigError when the function cannot be called with these arguments, named for the message, and keywords."""
         signature = inspect.signature(self.get(name))
         try:
             signature.bind(*arguments, **keywords)
@@ -99,10 +90,10 @@ class Registry(Generic[F]):
 
 
 def load_function(spec: str, kind: str = "function") -> Any:
-    """Return the object that `module:name` or `file.py:name` names.
+    """Return the object that `module:name` or `file.py:name` names. Raises ConfigError.
 
-    Modules beside the file, and those in the current folder, can be imported too, by whichever command and in every process
-    of the run; behind all that is installed, so that none of it is replaced by a file of the same name. Raises ConfigError when the file, the module or the name is not there, or importing it fails.
+    Modules beside the file, and those in the current folder, can be imported too, in every process of the
+    run; behind all that is installed, so that they replace none of it.
     """
     source, _, name = spec.rpartition(":")
     try:
@@ -148,7 +139,6 @@ def _make_importable(folder: Path) -> None:
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the options that a function takes, with their defaults; those of the function that selects for it too."""
     parameters = inspect.signature(function).parameters.values()
     options = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
     selection = getattr(function, "selection", None)
@@ -156,16 +146,12 @@ def options_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def own_options(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of `options` that are keywords of this very function."""
     parameters = inspect.signature(function).parameters
     return {name: value for name, value in options.items() if name in parameters}
 
 
 def check_options(what: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Raise ConfigError, with all problems, for options that the function does not take, or of another type.
-
-    `what` names the function in the message, such as "policy loss 'sapo'".
-    """
+    """Raise ConfigError with all options that the function (`what`) does not take, or of another type."""
     known = options_of(function)
     problems = []
     for name, value in options.items():
@@ -180,7 +166,7 @@ def check_options(what: str, function: Callable[..., Any], options: Mapping[str,
 
 
 def out_of_bounds(what: str, function: Callable[..., Any], options: Mapping[str, Any]) -> list[str]:
-    """Return a line for each number among the options that its annotation, `Annotated[float, Range(...)]`, refuses."""
+    """Return a line for each option outside of the bounds of its annotation."""
     ranges = ranges_of(function)
     problems = []
     for name, value in options.items():
@@ -191,7 +177,6 @@ def out_of_bounds(what: str, function: Callable[..., Any], options: Mapping[str,
 
 
 def ranges_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the bounds (`config.schema.kinds.Range`) of those parameters whose annotations have some."""
     called = function.__init__ if inspect.isclass(function) else function
     try:
         hints = typing.get_type_hints(called, include_extras=True)
@@ -209,7 +194,7 @@ def _range_in(hint: Any) -> Any:
 
 
 def fits(value: Any, default: Any) -> bool:
-    """Return whether an option's value is of the type of its default; anything is if that is None."""
+    """Return whether the value is of the type of the default; anything is if that is None."""
     if default is None:
         return True
     if isinstance(default, bool) or isinstance(value, bool):
@@ -220,10 +205,10 @@ def fits(value: Any, default: Any) -> bool:
 
 
 def needs(*names: str, unless: str | None = None) -> Callable[[F], F]:
-    """Return a decorator that notes what a function needs of the run beyond its standing arguments.
+    """Note what a function needs of the run beyond its standing arguments.
 
-    The names are those that the function's registry documents; several decorators add up. `unless` is a switch among the
-    function's options: if it is true, nothing of this is needed. A user's own function can carry it too.
+    The names are those that the function's registry documents; several decorators add up. If the option
+    `unless` is true, nothing of this is needed.
     """
 
     def note(function: F) -> F:
@@ -237,7 +222,6 @@ def needs(*names: str, unless: str | None = None) -> Callable[[F], F]:
 
 
 def needs_of(function: Callable[..., Any], options: Mapping[str, Any] | None = None) -> frozenset[str]:
-    """Return the needs that the function declared with `@needs`, none if it declared none; with `options`, those that hold with them."""
     needed: frozenset[str] = getattr(function, "needs", frozenset())
     if options is None:
         return needed
@@ -246,10 +230,10 @@ def needs_of(function: Callable[..., Any], options: Mapping[str, Any] | None = N
 
 
 def samples_ahead(versions: int | None = None) -> Callable[[F], F]:
-    """Return a decorator for a schedule that samples while it trains.
+    """Note that a schedule samples while it trains.
 
-    No token that it trains is more than `versions` versions of the weights old; None: trainer.asynchronous.max_staleness, and weights
-    may be updated under unfinished responses.
+    No token that it trains is more than `versions` versions old; None: trainer.asynchronous.max_staleness,
+    and weights may be updated under unfinished responses.
     """
 
     def note(function: F) -> F:
@@ -260,24 +244,22 @@ def samples_ahead(versions: int | None = None) -> Callable[[F], F]:
 
 
 def versions_ahead_of(schedule: Callable[..., Any]) -> int | None:
-    """Return what a schedule declared by `@samples_ahead`: 0 if it did not, so that it samples and trains in turns."""
+    """Return what `@samples_ahead` noted; 0 if the schedule samples and trains in turns."""
     versions: int | None = getattr(schedule, "samples_ahead", 0)
     return versions
 
 
 def formula_of(function: Callable[..., Any]) -> str:
-    """Return the text after `Formula:` in the docstring, on one line; the function's name when it has none.
-
-    The text ends at the next blank line. A user's own function is shown in the same way.
-    """
+    """Return the docstring's text from `Formula:` to the next blank line, on one line; else the function's
+    name."""
     return _passage(function, "Formula:") or getattr(function, "__name__", repr(function))
 
 
 def coefficient_of(function: Callable[..., Any]) -> str:
-    """Return the text after `Gradient:` in the docstring: the factor of ∇log π in the function's gradient, empty if it has none.
+    """Return the text after `Gradient:` in the docstring: the factor of ∇log π in the function's gradient.
 
-    For a loss it is the gradient coefficient of DeepSeekMath (arXiv 2402.03300), section 5.2.1: its sign is that of -loss. For
-    a KL estimator it is that of the estimate.
+    For a loss it is the gradient coefficient of DeepSeekMath (arXiv 2402.03300), section 5.2.1, whose sign is
+    that of -loss.
     """
     return _passage(function, "Gradient:")
 
@@ -288,9 +270,9 @@ def _passage(function: Callable[..., Any], heading: str) -> str:
 
 
 def formula_by(rewrite: Callable[[str, Mapping[str, Any]], str]) -> Callable[[F], F]:
-    """Return a decorator for a function whose formula depends on options that are no numbers.
+    """Note that a function's formula depends on options that are no numbers.
 
-    `rewrite` is called with the docstring's formula and all options, and returns the formula that they make.
+    `rewrite` gets the docstring's formula and all options, and returns the formula that they make.
     """
 
     def note(function: F) -> F:
@@ -305,7 +287,7 @@ def shown(
     options: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
     of: Callable[[Callable[..., Any]], str] = formula_of,
 ) -> str:
-    """Return the function's formula, or its coefficient, with its options as numbers; `1 - name` and `1 + name` become one number."""
+    """Return the formula, or coefficient, with its options as numbers, `1 - name` and `1 + name` too."""
     formula, values = of(function), options_of(function) | dict(options)
     if rewrite := getattr(function, "rewrite_formula", None):
         formula = rewrite(formula, values)
@@ -320,8 +302,6 @@ def shown(
 
 
 def guarded(function: F, what: str, interface: str) -> F:
-    """Return the function with its failures as FunctionErrors. Its signature and its notes stay what they are."""
-
     @functools.wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:
         with calling_user_function(what, interface):
@@ -334,10 +314,9 @@ def guarded(function: F, what: str, interface: str) -> F:
 
 @contextmanager
 def calling_user_function(what: str, interface: str = "", kind: type[GrpoRlError] = FunctionError) -> Iterator[None]:
-    """Turn an exception of a user's own code into an error of ours with its file and line, and with the interface.
+    """Turn an exception of a user's own code (`what`) into one of `kind` with file, line and interface.
 
-    `what` names the code, such as "policy loss mine.py:my_loss"; `kind` is the error that is raised. Our own errors pass
-    unchanged, and so does a function's want of memory, which is the worker's.
+    Our own errors pass unchanged, and so does a function's want of memory.
     """
     try:
         yield
@@ -350,7 +329,6 @@ def calling_user_function(what: str, interface: str = "", kind: type[GrpoRlError
 
 
 def _failure(what: str, error: Exception, interface: str) -> Iterator[str]:
-    """Yield the lines of the message: the cause, the user's line, the interface, and what the object has that was misused."""
     yield f"{what} failed: {type(error).__name__}: {error}"
     if place := users_line(error):
         file, number, name = place

@@ -1,7 +1,7 @@
-"""Files in a run's folder: how they are written whole, and read though somebody may have sent them.
+"""Files of a run: how they are written whole, and read though somebody may have sent them.
 
-Nothing in a file makes a reader wait, or take all memory. A file must be a regular one, and no link. Its size, its nesting and the number of its lists and objects have
-bounds. Whole numbers beyond 64 bits become floats, which every reader handles.
+Reading waits for nothing and takes no more memory than bounds on size, nesting and number of parts allow. A
+file must be regular, no link. Whole numbers beyond 64 bits become floats.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from grpo_rl.errors import DataError
 MOST_BYTES = 2**29
 """The largest log: a step of 16,000 responses of 8,000 tokens has as much."""
 MOST_TEXT_BYTES = 2**22
-"""The largest file that a person reads as well: configuration, plan, status."""
+"""The largest configuration, plan or status."""
 MOST_DEPTH = 64
 """The deepest nesting; what this program writes has at most 12."""
 MOST_PARTS = 2 * 10**7
-"""The most lists and objects in a file: each takes 64 bytes and more."""
+"""The most lists and objects in a file."""
 _LONG_NUMBER = re.compile(r"[0-9]{19}")
 _YAML: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -42,7 +42,7 @@ def opened(path: Path) -> BinaryIO:
 
 
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
-    """Return the content of a file. Raises DataError if that cannot be had."""
+    """Raises DataError if the file cannot be read."""
     try:
         with opened(path) as file:
             data = file.read(most + 1)
@@ -55,7 +55,7 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """Return a text of at most MOST_TEXT_BYTES. Raises DataError if that cannot be had."""
+    """Raises DataError if the file cannot be read, or has more than MOST_TEXT_BYTES."""
     try:
         return read_bytes(path, MOST_TEXT_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -63,7 +63,6 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Return the value in a JSON file. Raises DataError if there is none."""
     try:
         return parsed(read_text(path))
     except ValueError as error:
@@ -71,7 +70,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the keys and values in a YAML file without aliases. Raises DataError if there are none."""
+    """Return the keys and values in a YAML file without aliases. Raises DataError."""
     try:
         text, depth = read_text(path), 0
         for event in yaml.parse(text, Loader=_YAML):
@@ -89,10 +88,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Yield number and object of each line of a JSON Lines file; None for a line that is no object.
-
-    Raises DataError if the file cannot be read.
-    """
+    """Yield number and object of each line; None for a line that is no object. Raises DataError."""
     content = read_bytes(path)
     if sum(map(content.count, (b"\n", b"[", b"{"))) > MOST_PARTS:
         raise DataError(f"{path}: cannot be read: it has more than {MOST_PARTS:,} lines, lists and objects")
@@ -121,7 +117,7 @@ def write_whole(path: Path, content: str | bytes, *, durable: bool = False) -> N
 
 
 def append_lines(path: Path, lines: Iterable[str], *, durable: bool = False) -> None:
-    """Append whole lines to a file. A write that failed, or a process that was killed, may have left half a line: they begin a new one."""
+    """Append whole lines to a file, after what a write that failed may have left of one."""
     with path.open("a+b") as file:
         if file.tell() > 0:
             file.seek(-1, os.SEEK_END)
@@ -134,7 +130,7 @@ def append_lines(path: Path, lines: Iterable[str], *, durable: bool = False) -> 
 
 
 def parsed(text: str) -> Any:
-    """Return the value of a JSON text. Raises ValueError for another text, and for one that is nested too deeply."""
+    """Raises ValueError for text that is no JSON, or nested too deeply."""
     try:
         value = json.loads(text, parse_int=_whole) if _LONG_NUMBER.search(text) else json.loads(text)
     except RecursionError:
@@ -175,10 +171,9 @@ _BLOCK, _BLOCKS = 65_536, 32
 
 
 def weights_digest(folder: Path) -> str:
-    """Return a digest of a model folder: of its config, and of the sizes and of 32 blocks of each file of weights.
+    """Return a digest of a model folder's config and, per file of weights, its size and 32 blocks.
 
-    Reading all of a large model takes minutes. One optimizer step changes nearly every number, so blocks that are spread over
-    a file show it; a copy of a folder has the same digest.
+    One optimizer step changes nearly every number, so that blocks show it.
     """
     digest = hashlib.sha256()
     for path in sorted([*folder.glob("*.safetensors"), *folder.glob("config.json"), *folder.glob("tokenizer*.json")]):
@@ -193,7 +188,6 @@ def weights_digest(folder: Path) -> str:
 
 
 def model_digests(config: Any) -> dict[str, str]:
-    """Return the `weights_digest` of each model folder that stands as a value in a nested configuration, by its path."""
     if isinstance(config, str):
         path = Path(config).expanduser()
         return {config: weights_digest(path)} if len(config) < 4096 and (path / "config.json").is_file() else {}

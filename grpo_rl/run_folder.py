@@ -1,4 +1,4 @@
-"""A run as an object: its configuration, metrics, rollouts, checkpoints and model, read from its folder."""
+"""A run as an object: configuration, metrics, rollouts, checkpoints and model, read from its folder."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _CHECKPOINT = re.compile(r"step_(0|[1-9][0-9]*)")
 class Run:
     """A run, finished or still running, as its folder shows it.
 
-    Everything is read when it is asked for, so that a running run shows its present state. Nothing is changed, no process
-    is started, and torch is not loaded.
+    Everything is read when it is asked for. Nothing is changed, no process is started, and torch is not
+    loaded.
     """
 
     def __init__(self, folder: str | Path) -> None:
-        """Open the run in `folder`, which may also be a name below `runs`. Raises DataError if there is none."""
+        """Open the run in `folder`, which may also be a name below `runs`. Raises DataError if there
+        is none."""
         folder_of_run = named_run(str(folder))
         if folder_of_run is None:
             raise DataError(no_run(str(folder)))
         self.path = folder_of_run
-        """The run's folder."""
         self._folder = RunDir(self.path)
 
     def __repr__(self) -> str:
@@ -45,34 +45,30 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The name of the run, which is that of its folder."""
         return self.path.name
 
     @property
     def status(self) -> Mapping[str, Any]:
-        """The content of status.json: state, phase, step, total, last_commit, error and more; empty if there is none."""
+        """The content of status.json: state, phase, step, total, last_commit, error and more; empty if there
+        is none."""
         return read_status(self.path)
 
     @property
     def state(self) -> State:
-        """The state of the run.
-
-        `running`, `done`, `preempted` (stopped by a signal, and saved), `failed` (`status["error"]` has the cause), or `lost`:
-        its process ended without a word. `unknown` if the folder has no status.
-        """
+        """`running`, `done`, `preempted` (stopped by a signal, and saved), `failed` (`status["error"]` has
+        the cause), `lost` (its process ended without a word), or `unknown` (no status)."""
         state = current_status(self.path).get("state")
         return state if state in get_args(State) else "unknown"  # type: ignore[return-value]
 
     @property
     def config(self) -> dict[str, Any]:
-        """The whole configuration, nested as in config.yaml. Secrets and values from the environment are not in it."""
+        """The whole configuration, nested as in config.yaml, without secrets and values from the
+        environment."""
         return run_config(self.path)
 
     def setting(self, key: str) -> Any:
-        """Return the value of one key of the configuration, such as `trainer.total_training_steps`.
-
-        Raises ConfigError for a key that the run does not have, with the nearest one.
-        """
+        """Return the value of one key, such as `trainer.total_training_steps`. Raises ConfigError with the
+        nearest key."""
         values = flat(self.config)
         if key not in values:
             raise ConfigError(unknown_key(key))
@@ -80,14 +76,14 @@ class Run:
 
     @property
     def overrides(self) -> list[str]:
-        """The words of the command line with which the run was last started."""
         file = self.path / "overrides.txt"
         return read_text(file).splitlines() if file.exists() else []
 
     def metrics(self, *names: str) -> DataFrame:
-        """Return the metrics, one row per step, one column per metric; all of them, or those with these names.
+        """Return the metrics, one row per step, one column per metric; all of them, or those with these
+        names.
 
-        Step 0 is the validation before training. What a step did not measure is NaN; the column `time` is in UTC. Raises
+        Step 0 is the validation before training. What a step did not measure is NaN; `time` is in UTC. Raises
         DataError for a name that no step has, with the nearest one.
         """
         import pandas
@@ -103,15 +99,14 @@ class Run:
         return frame
 
     def rollout_steps(self, *, val: bool = False) -> list[int]:
-        """Return the steps whose rollouts were logged, ascending; with `val` those of validations."""
         return [step for step, _ in step_files(self._rollouts_folder(val))]
 
     def rollouts(self, step: int | None = None, *, val: bool = False) -> DataFrame:
         """Return the responses of one step, one row each; of the last logged one if none is named.
 
-        Columns are prompt, response, ground_truth, reward, `reward/NAME` for each of its parts, advantage, lengths, `uid` (equal
-        for all responses to one prompt) and more. `val` chooses the responses to validation prompts. Raises DataError
-        for a step without a log.
+        Columns are prompt, response, ground_truth, reward, `reward/NAME` for each of its parts, advantage,
+        lengths, `uid` (equal for all responses to one prompt) and more. `val` chooses validation prompts.
+        Raises DataError for a step without a log.
         """
         import pandas
 
@@ -133,7 +128,8 @@ class Run:
 
     @property
     def model(self) -> Path:
-        """The folder of the trained model, in Hugging Face's format. Raises DataError if it was not exported, or not yet."""
+        """The folder of the trained model, in Hugging Face's format. Raises DataError if it was not exported,
+        or not yet."""
         for folder in (self._folder.model, self._folder.reward_model):
             if (folder / "config.json").is_file():
                 return folder
@@ -144,7 +140,7 @@ class Run:
 
     @property
     def report(self) -> str:
-        """The report: before and after, rewards, health, samples. It is that of the end, or made now for an unfinished run."""
+        """The report: before and after, rewards, health, samples; made now for an unfinished run."""
         from grpo_rl.telemetry.report import report_text
 
         file = self._folder.report_file
@@ -153,7 +149,6 @@ class Run:
         return report_text(self._folder)
 
     def doctor(self) -> str:
-        """Return what the doctor finds: each illness with its evidence, its meaning and what to change."""
         from grpo_rl.telemetry.diagnosis.diagnose import as_text, diagnose
         from grpo_rl.telemetry.diagnosis.run_record import RunRecord
 
@@ -162,8 +157,7 @@ class Run:
     def plot(self, *names: str) -> Figure:
         """Return a Matplotlib figure: the curves of the report, or one panel for each of these metrics.
 
-        A notebook shows it if it is the last value of a cell; `savefig` writes it to a file. Raises DataError for a name
-        that no step has, with the nearest one.
+        A notebook shows it if it is the last value of a cell. Raises DataError for a name that no step has.
         """
         from grpo_rl.telemetry.report import curves_figure
 

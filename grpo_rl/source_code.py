@@ -1,4 +1,4 @@
-"""The sources that a process runs: the package's own and the user's, each with its SHA-256, and one digest over all."""
+"""The sources that a process runs, the package's and the user's: SHA-256 of each, and one digest over all."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ DIGITS = 16
 
 
 def sources(own_files: Iterable[str] = ()) -> dict[str, str]:
-    """Return the SHA-256 of every source file of the package, and of those of the user's files that are there, by name."""
     digests = {f"{PACKAGE.name}/{path.relative_to(PACKAGE)}": _sha256(path) for path in sorted(PACKAGE.rglob("*.py"))}
     return digests | user_sources(own_files)
 
 
 def user_sources(files: Iterable[str]) -> dict[str, str]:
-    """Return the SHA-256 of those of a user's files that are there, and of the files beside them that they import."""
     digests: dict[str, str] = {}
     waiting = list(files)
     while waiting:
@@ -31,7 +29,7 @@ def user_sources(files: Iterable[str]) -> dict[str, str]:
 
 
 def _imported_beside(path: Path) -> Iterator[Path]:
-    """Yield the modules and packages in a file's folder that the file imports. What they import is a question to them."""
+    """Yield the modules and packages in a file's folder that the file imports."""
     names: set[str] = set()
     with suppress(SyntaxError, ValueError):  # which the import of the file will show
         for node in ast.walk(ast.parse(path.read_bytes())):
@@ -45,10 +43,7 @@ def _imported_beside(path: Path) -> Iterator[Path]:
 
 
 def digest(code: Mapping[str, str]) -> str:
-    """Return one digest over `sources`: it changes with every file that is changed, added or renamed.
-
-    Of a user's file the name counts without its folders, because a run may be started from another one.
-    """
+    """Return one digest over `sources`. A user's file counts by its name without folders, which may move."""
     lines = sorted(f"{name if name.startswith(f'{PACKAGE.name}/') else Path(name).name} {of}" for name, of in code.items())
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:DIGITS]
 

@@ -75,10 +75,9 @@ SMALL = {
     "trainer.test_freq": "-1",
     "trainer.total_training_steps": "2",
 }
-"""The values of keys that the words of a test do not name, as far as the run reads them."""
+"""The values of keys that the words of a test leave open."""
 CPU = Machine(num_gpus=0, num_cpus=1, device="cpu")
 LOGPROB = -1.0
-"""The log-prob of every token of an answer that a test gives."""
 WAIT_S = 60.0
 
 Answers = Callable[[Prompt, int], str]
@@ -87,11 +86,11 @@ Answers = Callable[[Prompt, int], str]
 
 @contextmanager
 def session(*words: str, answers: Answers | None = None, folder: str | Path | None = None) -> Iterator[Session]:
-    """Yield the session of a small run with the words of a command line, as `grpo_rl.session` does, in a second or two.
+    """Yield the session of a small run with the words of a command line, in a second or two.
 
-    `SMALL` has what the words leave open: two steps of four prompts with four responses. An embedded model has its first, random
-    weights. `answers` gives the responses in place of the engine, so that a test knows the rewards. The run's folder is
-    a temporary one, or lies in `folder`; a named run (trainer.experiment_name) goes on from its newest checkpoint there.
+    `SMALL` has what the words leave open. An embedded model has random weights. `answers` gives the responses
+    in place of the engine. The run's folder is a temporary one, or lies in `folder`; a named run
+    (trainer.experiment_name) goes on from its newest checkpoint there.
 
     Raises what `grpo_rl.session` raises, and ConfigError for a layout of several ranks.
     """
@@ -134,7 +133,6 @@ def session(*words: str, answers: Answers | None = None, folder: str | Path | No
 
 
 def _composed(words: Sequence[str], folder: str) -> Composed:
-    """Return the configuration of the words, with `SMALL` values of the keys that it reads and that they leave open."""
     named = {word.lstrip("+~").partition("=")[0] for word in words}
     small = {key: value for key, value in SMALL.items() if key not in named}
     if "trainer.default_local_dir" not in named:
@@ -148,7 +146,7 @@ def _composed(words: Sequence[str], folder: str) -> Composed:
 
 @contextmanager
 def _one_rank() -> Iterator[None]:
-    """Be a process group of one inside of this context, and leave the caller's random state and threads as they are."""
+    """Be a process group of one, and restore the caller's random state and threads."""
     num_threads, joins = torch.get_num_threads(), not dist.is_initialized()
     if joins:
         dist.init_process_group(
@@ -164,7 +162,7 @@ def _one_rank() -> Iterator[None]:
 
 
 def _roles(inputs: Inputs, answers: Answers | None, models: Path, stack: ExitStack) -> Roles:
-    """Return the roles of the plan, embedded models being made in `models`; `stack` ends what they have besides this process."""
+    """Embedded models are made in `models`; `stack` ends what is not in this process."""
     plan, config = inputs.plan, inputs.plan.config
 
     def folder_of(path: str | None) -> str:
@@ -208,16 +206,13 @@ def _roles(inputs: Inputs, answers: Answers | None, models: Path, stack: ExitSta
 
 
 class LocalBlock(dict[str, Any]):
-    """What a rank has computed, if Ray's object store would have it."""
-
     @property
     def ref(self) -> LocalBlock:
-        """The block itself: nothing has to be fetched."""
         return self
 
 
 class LocalRanks:
-    """A worker group of one rank that is an object in this process: what the roles ask of `WorkerGroup`."""
+    """What the roles ask of `WorkerGroup`, for one rank in this process."""
 
     call_timeout_s = WAIT_S
 
@@ -241,7 +236,6 @@ class LocalRanks:
 
 
 def _read(argument: Any) -> Any:
-    """Return a batch or an update with the values of its remote columns, as a worker's process does; all else as it is."""
     local = getattr(argument, "local", None)
     return argument if local is None else local(lambda blocks: [block.read() for block in blocks])
 
@@ -252,13 +246,11 @@ class LocalPool(RequestPool):
     longest_wait_s = WAIT_S
 
     def __init__(self, worker: RolloutWorker, overlaps: bool, tokenizer: Any, answers: Answers | None) -> None:
-        """With `overlaps` the schedule looks at the age of weights."""
         super().__init__(None if overlaps else 0)
         self.worker, self.tokenizer, self.answers = worker, tokenizer, answers
         self._queue: list[Request] = []
 
     def sync_weights(self, actor: Any) -> Metrics:
-        """Bring the replica to the actor's weights, bucket by bucket."""
         if self.version == actor.version:
             return {}
         ranks = actor.worker_group
@@ -273,8 +265,7 @@ class LocalPool(RequestPool):
     def keep_weights(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def rest(self) -> None:
-        """Nothing: on a CPU an engine gives no memory back."""
+    def rest(self) -> None: ...
 
     def _send(self, requests: list[Request], *, at_once: bool) -> None:
         self._queue += requests

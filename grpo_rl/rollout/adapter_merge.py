@@ -1,8 +1,8 @@
-"""Weights of adapters alone: an engine's process adds what arrived to the base model, whose files it has anyway.
+"""Weights of adapters alone: an engine's process adds what arrived to the base model, whose files it has
+anyway.
 
-The actor sends A and B of every adapted layer, a hundredth of the model. Here `W + (alpha / rank) B A` is made of them and of W as
-the files have it, in float32 as the actor's ranks make it (`models/fsdp.py`), and the engine gets whole tensors as ever: it needs no
-kernels for adapters, and its log-probs are those of merged weights.
+`W + (alpha / rank) B A` is made in float32, as in the actor's ranks (`models/fsdp.py`): log-probs are of
+merged weights.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ from grpo_rl.rollout.weights import WeightBucket, WeightTransferError, digest, f
 
 
 class AdapterMerge:
-    """The adapters that arrived in an update, and the whole tensors that they make.
-
-    Raises ConfigError for a model whose files have not its tensors by their names.
-    """
+    """The adapters that arrived in an update. Raises ConfigError if the model's files lack its tensors'
+    names."""
 
     def __init__(self, spec: EngineSpec) -> None:
         assert spec.adapter_scaling is not None
@@ -39,17 +37,15 @@ class AdapterMerge:
         self._files = files
         self._adapters: dict[str, Tensor] = {}
         self.digests: dict[str, str] = {}
-        """The digest of every tensor that arrived, if they are verified."""
 
     def receive(self, bucket: WeightBucket) -> None:
-        """Keep the adapters of a bucket."""
         for name, tensor in bucket.tensors():
             self._adapters[name] = tensor.clone()
             if self._spec.verify_checksum:
                 self.digests[name] = digest(tensor)
 
     def buckets(self) -> Iterator[WeightBucket]:
-        """Yield the whole model with the adapters that arrived, which are forgotten. Raises WeightTransferError for half an adapter."""
+        """Yield the merged model once. Raises WeightTransferError for half an adapter."""
         dtype = getattr(torch, self._spec.dtype)
         merged = ((name, tensor.to(dtype)) for name, tensor in self._merged())
         yield from pack_buckets(merged, self._spec.bucket_bytes)

@@ -1,4 +1,4 @@
-"""The tokens of a response of several turns: those that were sampled, and the context between them, as one rollout."""
+"""The tokens of a response of several turns as one rollout."""
 
 from __future__ import annotations
 
@@ -14,28 +14,24 @@ from grpo_rl.types import Completion, Ending, Episode, FinishReason, PlayedTurn,
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Conversation:
-    """A response as it grows. Its arrays are copies: the blocks of the turns may be freed."""
+    """Its arrays are copies: the blocks of the turns may be freed."""
 
     prompt: Prompt = None  # type: ignore[assignment]
     keeps_support: bool = False
-    """True if the sampling returns what each token was sampled from."""
     pieces: list[np.ndarray] = field(default_factory=list)
-    """The response so far: turns and context in their order."""
     logprobs: list[np.ndarray] = field(default_factory=list)
     supports: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
-    """Counts and ids of the tokens that each token of the response was sampled from."""
+    """Counts and ids of the tokens that each token was sampled from."""
     length: int = 0
     versions: Versions = ()
     turns: list[PlayedTurn] = field(default_factory=list)
     messages: list[Mapping[str, Any]] = field(default_factory=list)
     finish_reason: FinishReason = "stop"
-    """The way in which the last turn ended."""
     state: int = 0
-    """The number of the state that the next turn is taken in."""
+    """That of the next turn."""
 
     @classmethod
     def of(cls, rollout: Rollout, *, keeps_support: bool) -> Conversation:
-        """Return what a rollout of one turn or more is the beginning of."""
         conversation = cls(prompt=rollout.prompt, keeps_support=keeps_support)
         conversation.add_turn(rollout, str(rollout.text))
         if rollout.episode is not None:
@@ -43,11 +39,11 @@ class Conversation:
         return conversation
 
     def context(self) -> np.ndarray:
-        """Return all tokens so far, the prompt's first: what the next turn is sampled behind."""
+        """Return all tokens so far, the prompt's first."""
         return np.concatenate([self.prompt.token_ids, *self.pieces]).astype(np.int32, copy=False)
 
     def add_turn(self, turn: Rollout, text: str) -> None:
-        """Take in a turn as the engine sampled it: its tokens, with the log-probs and versions of their own sampling; and its text."""
+        """Add a turn's tokens, with the log-probs and versions of their own sampling."""
         ids = np.array(turn.response_ids, dtype=np.int32)
         num_before = len(self.prompt.token_ids) + self.length
         self.turns.append(PlayedTurn(self.length, len(ids), None, turn.cached_tokens, num_before, self.state))
@@ -65,7 +61,7 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": text})
 
     def add_context(self, token_ids: np.ndarray) -> None:
-        """Append tokens that were not sampled: they have no log-prob, and nothing trains them."""
+        """Append tokens without log-prob that nothing trains."""
         ids = token_ids.astype(np.int32, copy=False)
         self.pieces.append(ids)
         self.logprobs.append(np.zeros(len(ids), dtype=np.float32))
@@ -74,10 +70,7 @@ class Conversation:
         self.length += len(ids)
 
     def joined(self, sample: int, ended: Ending, **facts: Any) -> Rollout:
-        """Return the conversation as a rollout of this sample index; `facts` are further ones of its episode.
-
-        What stands behind the last turn is left out: nothing follows from it. The tokens are a block of their own.
-        """
+        """Return the conversation up to its last turn; `facts` go into its episode."""
         while self.pieces and self.turns and self.length > self.turns[-1].end:
             self.length -= len(self.pieces.pop())
             self.logprobs.pop()

@@ -1,12 +1,12 @@
-"""Random numbers of sampling as a function of (seed, position, token): no generator is kept for any request.
+"""Random numbers of sampling as a function of (seed, position, token): no request has a generator.
 
-A token is drawn as the one with the largest p_v / q_v, where the q_v are independent and exponential (the Gumbel-max trick).
-q depends on the request's seed, on how many tokens the response has already, and on v alone, so one vectorised operation
-draws for all rows of a step, and a request gets the same tokens in any batch, any replica and after any interruption.
+A token is drawn as the one with the largest p_v / q_v, where the q_v are independent and exponential (the
+Gumbel-max trick). One operation draws for all rows, and a request gets the same tokens in any batch and
+replica.
 
-The two halves of a row's key come from SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
-generators", OOPSLA 2014). The numbers within a row are a keyed hash of v: the 32-bit mixer `lowbias32` of Chris Wellons
-("Prospecting for hash functions", nullprogram.com, 2018) before each half of the key.
+A row's key comes from SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
+OOPSLA 2014). Within a row, v is hashed by the 32-bit mixer `lowbias32` of Chris Wellons ("Prospecting for
+hash functions", nullprogram.com, 2018) before each half of the key.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _MIX = (0x7FEB352D, 0x846CA68B)
 
 
 def row_keys(seeds: Sequence[int], positions: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Return the key of each row, uint64 [B], for the token after `positions` tokens of a request with that seed."""
+    """Return uint64 [B], for the token after `positions` tokens of a request with that seed."""
     seeds_B = np.fromiter((seed & 0xFFFFFFFFFFFFFFFF for seed in seeds), dtype=np.uint64, count=len(seeds))
     return _splitmix(_splitmix(seeds_B) ^ np.asarray(positions, dtype=np.uint64))
 
 
 def exponential_noise(keys_B: np.ndarray, num_tokens: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return q, float32 [B, V]: independent exponential numbers of mean 1, above 0 and finite."""
+    """Return float32 [B, V]: exponential numbers of mean 1, above 0 and finite."""
     halves_B2 = torch.from_numpy(keys_B.view(np.int32).reshape(-1, 2)).to(device)
     base_V = _base(num_tokens, str(device))
     noise_BV = torch.empty(len(keys_B), num_tokens, device=device)
@@ -49,7 +49,7 @@ def _draw(halves_B2: Tensor, base_V: Tensor, out_BV: Tensor) -> None:
 
 
 def _mixed_(x: Tensor) -> Tensor:
-    """Return the mixer's result in place of its argument, int32. Shifts are of unsigned numbers: the sign's copies are cut off."""
+    """In place, int32; masks make the shifts unsigned."""
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_signed(_MIX[0]))
     x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_signed(_MIX[1]))
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))

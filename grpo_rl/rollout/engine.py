@@ -1,4 +1,4 @@
-"""The rollout engine: the protocol of one replica, what it is built from, and what every engine checks of requests."""
+"""The protocol of a rollout engine, its spec, and the checks that every engine makes of requests."""
 
 from __future__ import annotations
 
@@ -18,68 +18,56 @@ Wakeable = Literal["weights", "kv_cache", "all"]
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """Everything an engine is built from; plain values, so that it can be sent to another process."""
+    """What an engine is built from, as plain values: most are keys of `actor_rollout_ref.rollout`."""
 
     model_path: str
     max_model_len: int
-    """Longest prompt plus response, in tokens."""
+    """Prompt plus response, in tokens."""
     name: str = "vllm"
-    """The engine's name in `rollout.engines.ENGINES`."""
     batched: bool = True
-    """hf: requests share forward passes; without, each has its own and its bits depend on no other request."""
+    """hf: requests share forward passes; without, the bits of each depend on no other."""
     device: Device = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     tokenizer_path: str | None = None
     trust_remote_code: bool = False
     override_config: dict[str, Any] = field(default_factory=dict)
-    """Changes to the model's Hugging Face config, the same as the trainer applies."""
     tensor_parallel_size: int = 1
     num_nodes: int = 1
-    """Nodes over which the engine is spread; on several, vLLM starts its processes over Ray, in the placement group of this one."""
+    """vLLM spreads over them by Ray, in the placement group of this one."""
     quantization: str | None = None
-    """vLLM on GPUs: its way of quantizing weights as they arrive; None: as they are."""
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     enforce_eager: bool = True
     use_torch_compile: bool = True
-    """vLLM on GPUs, if not `enforce_eager`: compile the model; False: CUDA graphs of the model as it is."""
     engines_per_device: int = 1
-    """Engines that share a device, this one among them."""
     gpu_memory_utilization: float = 0.5
-    """GPU: this engine's share of the device's memory."""
     kv_cache_memory_bytes: int | None = None
-    """GPU: the size of the key-value cache on each device; None: what gpu_memory_utilization leaves."""
     kv_cache_gib: float = 1.0
-    """CPU: most memory for keys and values; an engine takes less if max_num_seqs full-length rollouts need less."""
+    """CPU: less if max_num_seqs full-length rollouts need less."""
     enable_prefix_caching: bool = True
     sleep_mode: bool = False
-    """GPU: the engine can give its memory back (sleep, wake_up)."""
     separate_process: bool = False
-    """vLLM: schedule and sample in a child process."""
+    """vLLM schedules and samples in a child process."""
     updates_in_flight: bool = False
-    """Weights come while requests are unfinished: vLLM on GPUs hands each token over in the step that samples it."""
+    """Weights come while requests are unfinished: vLLM hands each token over in the step that samples it."""
     weight_backend: WeightBackend = "object_store"
     bucket_bytes: int = 512 << 20
     verify_checksum: bool = False
     adapter_scaling: float | None = None
-    """alpha / rank of adapters that arrive alone, to be added to the model's own weights; None: whole weights arrive."""
+    """alpha / rank of adapters that arrive alone; None: whole weights arrive."""
     fp32_lm_head: bool = False
-    """vLLM: compute the logits in float32 whatever `dtype` is."""
     deterministic: bool = False
-    """vLLM on GPUs: kernels whose results do not depend on what else is in the batch."""
     seed: int = 0
-    """The seed of requests that bring none of their own."""
+    """That of requests without one."""
     threads: int = 1
-    """CPU: OpenMP threads."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the engine's own constructor; they win over everything above."""
 
     @classmethod
     def from_config(cls, cfg: Config, device: Device, model_path: str | None = None, cores: int = 1) -> EngineSpec:
-        """Return the spec of one replica of `actor_rollout_ref.rollout`.
+        """Return the spec of one replica.
 
-        `model_path` is the folder where `model.path` is not one yet (`builtin:...`); `cores` is how many
-        CPU cores one replica may use when `rollout.cpu_threads` leaves that open.
+        `model_path` is the folder of an embedded model (`builtin:...`), `cores` the default of
+        `rollout.cpu_threads`.
         """
         rollout, model = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.model
         on_gpu, colocated = device == "cuda", rollout.nnodes == 0
@@ -122,12 +110,10 @@ class EngineSpec:
 
 
 def sends_adapters(cfg: Config) -> bool:
-    """Return whether the engines get adapters alone, which they add to the model's own weights."""
     return cfg.actor_rollout_ref.model.lora_rank > 0 and cfg.actor_rollout_ref.rollout.lora_sync == "adapter"
 
 
 def weight_backend(cfg: Config, device: Device) -> WeightBackend:
-    """Return how weights travel under this configuration."""
     rollout = cfg.actor_rollout_ref.rollout
     backend = rollout.checkpoint_engine.backend
     if backend == "object_store" or device == "cpu" or rollout.name == "hf" or sends_adapters(cfg):
@@ -137,109 +123,91 @@ def weight_backend(cfg: Config, device: Device) -> WeightBackend:
 
 @dataclass(frozen=True, slots=True)
 class NcclRendezvous:
-    """The meeting point of the trainer's sending rank (rank 0) and all engine processes, and a replica's ranks.
-
-    The fields have the names that vLLM gives them.
-    """
+    """The meeting point of the trainer's rank 0 and all engine processes. vLLM's names of fields."""
 
     master_address: str
     master_port: int
     world_size: int
     """1 + the engine processes of all replicas."""
     rank_offset: int = 1
-    """Rank of the replica's first process: 1 + the processes of the replicas before it."""
+    """1 + the processes of the replicas before."""
     timeout_s: float = 300.0
-    """The longest wait for the others, one of which may be in a step that compiles."""
+    """The longest wait for others, which may be compiling."""
 
 
 class RolloutEngine(Protocol):
     """One replica. It is used from one thread.
 
-    A request is answered by exactly one Completion, unless it is aborted. Log-probabilities are those of
-    the distribution that was sampled from: after temperature, min-p, top-k and top-p (greedy: temperature 1). A request
-    whose sampling returns its support gets the tokens that were left of it too, exactly those.
+    Each request gets one Completion, unless it is aborted. Log-probabilities are those after temperature,
+    min-p, top-k and top-p (greedy: temperature 1).
 
-    A weight update is `start_weight_update`, every tensor once by `load_bucket`, `finish_weight_update`. Between start
-    and finish some tensors are old and some are new, so nothing is sampled: `step` returns at once. What was sampled
-    before the update keeps its tokens and their version, and what is sampled afterwards has the new one.
+    A weight update is `start_weight_update`, every tensor once by `load_bucket`, `finish_weight_update`;
+    nothing is sampled in between. Tokens keep the version that they were sampled with.
     """
 
     @property
-    def num_unfinished(self) -> int:
-        """The number of requests that were submitted and have not ended."""
+    def num_unfinished(self) -> int: ...
 
     @property
     def weight_version(self) -> int:
-        """Version of the weights that are live; 0 are those of the model folder."""
+        """0 is that of the model folder."""
 
     @property
     def updates_in_flight(self) -> bool:
-        """Return whether weights may be updated while requests are unfinished, which then go on with the new ones."""
+        """Whether unfinished requests go on with new weights."""
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue all of the requests, or none of them and raise.
 
-        ValueError: one does not fit the engine, or its id is taken. WeightTransferError: a weight update
-        has begun, or the weights were given up by `sleep`.
+        ValueError: one does not fit the engine, or its id is taken. WeightTransferError: a weight update has
+        begun, or `sleep` gave the weights up.
         """
 
     def step(self) -> list[Completion]:
-        """Advance every running request by one token and return those that ended; do nothing during a weight update."""
+        """Advance every request by one token and return those that ended; do nothing during a weight
+        update."""
 
-    def abort_all(self) -> None:
-        """Forget every unfinished request; no Completion comes for them."""
+    def abort_all(self) -> None: ...
 
     def connect(self, rendezvous: NcclRendezvous) -> None:
-        """Join the group that weights are broadcast in, in place of an earlier one; only with weight_backend=nccl.
-
-        Also after an update has begun: members are lost then, too.
-        """
+        """Join the group that NCCL broadcasts weights in, also in the middle of an update."""
 
     def start_weight_update(self, version: int) -> None:
-        """Begin to receive weights `version`, which must not be below the present one.
-
-        WeightTransferError: requests are unfinished and not `updates_in_flight`, an update has begun already, or the
-        version is older.
-        """
+        """WeightTransferError: requests are unfinished and not `updates_in_flight`, an update has begun, or
+        `version` is older."""
 
     def load_bucket(self, bucket: WeightBucket) -> None:
-        """Take over some tensors; when it returns, the sender may use their memory again.
+        """Copy tensors: when it returns, the sender may use their memory again.
 
         WeightTransferError: no update has begun, or a tensor is unknown, has another shape, or came before.
         """
 
     def finish_weight_update(self, keep_cache: bool = False) -> None:
-        """Put the new weights live; from now on tokens are sampled with them.
+        """Put the new weights live.
 
-        The keys and values of unfinished requests were computed with the old weights. They are computed anew, so that
-        log-probs are exactly those of the new weights, or with `keep_cache` kept, which is cheaper and makes the next
-        tokens those of a mixture: new weights that attend to old keys and values (PipelineRL, section 4). No request
-        that is submitted later reads old ones in either case.
+        Keys and values of unfinished requests are computed anew, so that log-probs are exactly those of the
+        new weights, or with `keep_cache` kept: cheaper, and the next tokens attend to old keys and values
+        (PipelineRL, section 4).
 
         WeightTransferError, naming them: tensors are missing. Then the update goes on.
         """
 
     def received_digests(self) -> dict[str, str]:
-        """Return the digest of every tensor as it arrived in the last update; empty unless verify_checksum is on."""
+        """Digests of the last update's tensors; empty unless verify_checksum is on."""
 
     def sleep(self) -> None:
-        """Give device memory back: the weights are lost and come again by wake_up and a weight update.
-
-        Without sleep_mode, and on CPU, where memory is not what phases compete for, nothing happens.
-        """
+        """Give device memory back: weights come again by wake_up and a weight update."""
 
     def wake_up(self, what: Wakeable = "all") -> None:
-        """Take memory again: for the weights before an update, for the key-value cache before sampling."""
+        """Take memory for the weights before an update, for the cache before sampling."""
 
-    def close(self) -> None:
-        """Free everything; the engine cannot be used afterwards."""
+    def close(self) -> None: ...
 
 
 def check_requests(requests: Sequence[Request], taken: Collection[str], max_model_len: int) -> None:
-    """Raise ValueError for the first request that an engine cannot answer as asked.
+    """Raise ValueError for a request whose id is `taken` or that cannot be answered as asked.
 
-    `taken` are the ids that are in use. A prompt and its longest response must fit into `max_model_len`:
-    an engine would cut the response short and call it `length`.
+    An engine would cut a prompt and response longer than `max_model_len`, and call it `length`.
     """
     seen = set(taken)
     for request in requests:

@@ -10,24 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    # With it comes torch, which a process that only needs the name of a variable should not load.
     from grpo_rl.rollout.engine import EngineSpec
 
 SESSION_FOLDER = "GRPO_SESSION_FOLDER"
-"""The variable that holds a run's temporary folder, for all its processes."""
 SPIN_COUNT = 10_000
-"""Rounds that a thread spins, waiting for the others, before it sleeps: a fraction of a millisecond, as an operation takes.
+"""Rounds (a fraction of a millisecond) that a waiting thread spins before it sleeps.
 
-Without any spinning every operation waits for the kernel to wake a thread: sampling from 11.8 M parameters took
-1.4 times as long. With libgomp's default (several milliseconds) two processes on the same cores take each other's
-time away, and both become ten times slower."""
+Without spinning, sampling from 11.8 M parameters took 1.4 times as long; with libgomp's default
+(milliseconds), two processes on the same cores become ten times slower."""
 
 
 def engine_environment(spec: EngineSpec) -> dict[str, str]:
-    """Return the environment variables with which the process should be started.
+    """Return the variables to start the process with: OpenMP reads its own when torch is loaded.
 
-    OpenMP reads its variables when torch is loaded: set them before the process starts. The others are
-    read when vLLM is imported, and the engine sets those that are missing (set_missing).
+    vLLM reads the others when it is imported; the engine sets those that are missing (set_missing).
     """
     environment = {"TOKENIZERS_PARALLELISM": "false"}
     if spec.device == "cpu":
@@ -55,14 +51,14 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
 
 
 def own_folder(pid: int) -> Path | None:
-    """Return the temporary folder of the engine in this process; None outside of a run on this machine."""
+    """None outside of a run on this machine."""
     folder = os.environ.get(SESSION_FOLDER)
     return Path(folder) / f"engine-{pid}" if folder and Path(folder).is_dir() else None
 
 
 @contextmanager
 def temporary_files() -> Iterator[None]:
-    """Set where this process's temporary files are made: in the folder that the run removes at its end."""
+    """Make temporary files in the folder that the run removes at its end."""
     folder, previous_folder = own_folder(os.getpid()), tempfile.tempdir
     if folder is not None:
         folder.mkdir(exist_ok=True)
@@ -74,6 +70,5 @@ def temporary_files() -> Iterator[None]:
 
 
 def set_missing(environment: dict[str, str]) -> None:
-    """Set the variables that the user has not set."""
     for name, value in environment.items():
         os.environ.setdefault(name, value)

@@ -1,4 +1,4 @@
-"""Rollout engines by name. Each is imported when it is built, and no sooner."""
+"""Rollout engines by name, each imported when it is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Facts of a model folder that an engine needs: its tensors, its stop tokens, its tokenizer, its size in the cache."""
+"""Facts of a model folder that an engine needs."""
 
 from __future__ import annotations
 
@@ -17,31 +17,25 @@ from grpo_rl.rollout.engine import EngineSpec
 
 
 def load_config(spec: EngineSpec) -> PretrainedConfig:
-    """Return the Hugging Face config of the model with the overrides applied."""
     config = AutoConfig.from_pretrained(spec.model_path, trust_remote_code=spec.trust_remote_code, **spec.override_config)
     assert isinstance(config, PretrainedConfig)
     return config
 
 
 def expected_tensors(spec: EngineSpec) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every tensor of a full update: the model's state dict, the tied head's alias included.
+    """Return name (experts as in files) and shape of every tensor of a full update.
 
-    Experts have the names that files have (`models/experts.py`): vLLM's loaders take those, of every family.
-
-    The alias is asked for on purpose: an engine that keeps a packed copy of the head leaves it old when
-    only the embedding arrives.
+    A tied head's alias is included: an engine with a packed copy of the head would leave it old.
     """
     return {name: tuple(tensor.shape) for name, tensor in stored_tensors(model_on_meta(spec).state_dict().items())}
 
 
 def model_on_meta(spec: EngineSpec) -> Any:
-    """Return the model without storage."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(load_config(spec), trust_remote_code=spec.trust_remote_code)
 
 
 def stop_token_ids(spec: EngineSpec) -> tuple[int, ...]:
-    """Return the tokens that end a response: those of generation_config.json and the tokenizer's end of sequence."""
     has_generation = has_file(spec.model_path, "generation_config.json")
     sources: list[Any] = [GenerationConfig.from_pretrained(spec.model_path)] if has_generation else []
     stop_ids: set[int] = set()
@@ -52,10 +46,9 @@ def stop_token_ids(spec: EngineSpec) -> tuple[int, ...]:
 
 
 def response_decoder(spec: EngineSpec) -> Callable[[np.ndarray], str]:
-    """Return the function from response tokens to the text that a reward function sees: special tokens are left out.
+    """Return the function from tokens to text without special tokens; empty without a tokenizer.
 
-    Without a tokenizer every text is empty. A model's embedding may have more entries than its tokenizer has tokens: one of those
-    is shown by its number, as `<token 151700>`.
+    A token of the embedding that the tokenizer lacks is shown as `<token 151700>`.
     """
     tokenizer = _tokenizer(spec)
     if tokenizer is None:
@@ -76,7 +69,7 @@ def response_decoder(spec: EngineSpec) -> Callable[[np.ndarray], str]:
 
 
 def kv_bytes_per_token(config: PretrainedConfig, dtype: str) -> int:
-    """Return the bytes of keys and values that one token takes in all layers of a decoder with full attention."""
+    """Of keys and values in all layers of a decoder with full attention."""
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -84,13 +77,12 @@ def kv_bytes_per_token(config: PretrainedConfig, dtype: str) -> int:
 
 
 def has_file(model: str, name: str) -> bool:
-    """Return whether the model, a folder or a hub name, comes with this file."""
     cached_path = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
     return cached_path is not None
 
 
 def _tokenizer(spec: EngineSpec) -> Any:
-    """The model's tokenizer; None if it comes without one."""
+    """None if the model comes without one."""
     source = spec.tokenizer_path or spec.model_path
     # Asked first, because transformers makes an empty tokenizer of a folder that has none, with 0 as its end.
     if spec.tokenizer_path is None and not has_file(source, "tokenizer_config.json"):
@@ -100,5 +92,4 @@ def _tokenizer(spec: EngineSpec) -> Any:
 
 @lru_cache(maxsize=1)
 def _load_tokenizer(source: str, trust_remote_code: bool) -> Any:
-    """Load a tokenizer once per process: the stop tokens and the decoding of responses need the same one."""
     return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)

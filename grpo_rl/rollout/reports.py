@@ -1,4 +1,4 @@
-"""Reports of a rollout process on requests that ended: light ones for the controller, and one block with all their tokens."""
+"""Reports on ended requests for the controller, and one block with all their tokens."""
 
 from __future__ import annotations
 
@@ -13,27 +13,21 @@ from grpo_rl.types import Completion, FinishReason, Support, Versions
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A completion without its tokens and its text: what metrics and the ledger of requests need."""
+    """A completion without its tokens and its text."""
 
     request_id: str
     num_tokens: int
     finish_reason: FinishReason
     versions: Versions
     text_bytes: int = 0
-    """The length of the text in the block."""
     finite: bool = True
-    """True if every log-prob is a finite number."""
     support_size: int | None = None
-    """The number of ids in the completion's support, None if it has none."""
+    """The number of ids in the support."""
     cached_tokens: int | None = None
-    """Tokens of the prompt that the engine did not have to compute; None if it does not report that."""
 
 
 def pack(completions: Sequence[Completion]) -> tuple[list[Report], Block]:
-    """Return a report of each completion, and their tokens back to back in the same order.
-
-    Raises ValueError for a completion whose tokens and log-probs differ in number.
-    """
+    """Return reports, and tokens back to back. Raises ValueError if tokens and log-probs differ in number."""
     for completion in completions:
         if len(completion.logprobs) != len(completion.response_ids):
             raise ValueError(
@@ -64,7 +58,7 @@ def pack(completions: Sequence[Completion]) -> tuple[list[Report], Block]:
 
 
 def unpack(reports: Sequence[Report], block: Block | RemoteBlock) -> Iterator[Completion]:
-    """Yield the completions, with views of the block that came with all of them. Nothing of the block is read."""
+    """Yield completions with views of the block, which is not read."""
     start = counts = ids = text = 0
     for report in reports:
         length, support = report.num_tokens, None
@@ -87,5 +81,4 @@ def unpack(reports: Sequence[Report], block: Block | RemoteBlock) -> Iterator[Co
 
 
 def joined(arrays: Sequence[np.ndarray], dtype: type[np.int32] | type[np.float32]) -> np.ndarray:
-    """Return the arrays back to back in one, also if there are none."""
     return np.concatenate(arrays, dtype=dtype) if arrays else np.empty(0, dtype=dtype)

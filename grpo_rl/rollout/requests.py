@@ -1,4 +1,5 @@
-"""Names and seeds of requests: the same for a response wherever and whenever it is sampled; and the pools that they go through."""
+"""Names and seeds of requests, the same wherever a response is sampled, and the pools that they go
+through."""
 
 from __future__ import annotations
 
@@ -16,19 +17,16 @@ if TYPE_CHECKING:
 
 
 def rollout_id(prompt: Prompt, sample: int) -> str:
-    """Return what names one rollout in the pool and in the engines."""
     return f"{prompt.uid}/{sample}"
 
 
 def sampling_of(sampling: Sampling, uid: str, sample: int) -> Sampling:
-    """Return how one response is sampled: with a seed of its own, or greedily."""
     if sample == GREEDY:
         return replace(sampling, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0, keep_support=False, seed=None)
     return replace(sampling, seed=sample_seed(sampling.seed, uid, sample))
 
 
 def sample_seed(seed: int | None, uid: str, sample: int) -> int | None:
-    """Return the seed of one response, another for each, the same wherever and whenever it is sampled."""
     if seed is None:
         return None
     digest = hashlib.blake2b(f"{seed}:{uid}:{sample}".encode(), digest_size=8).digest()
@@ -36,14 +34,12 @@ def sample_seed(seed: int | None, uid: str, sample: int) -> int | None:
 
 
 def turn_sampling(sampling: Sampling, turn: int, max_tokens: int) -> Sampling:
-    """Return how one turn of an episode is sampled: the first as a response of its own would be, the others with further seeds."""
+    """The first turn is sampled as a response would be, the others with further seeds."""
     seed = sampling.seed if turn == 0 else sample_seed(sampling.seed, "turn", turn)
     return replace(sampling, seed=seed, max_tokens=max_tokens)
 
 
 class WholeBatches:
-    """The part that rollout pools share: sampling a whole batch and waiting for it."""
-
     def generate(
         self: RolloutPool,
         prompts: Sequence[Prompt],
@@ -53,10 +49,6 @@ class WholeBatches:
         *,
         greedy: bool = False,
     ) -> list[Rollout]:
-        """Return the rollouts of `submit`, in its order; each is given to `on_finish` as it ends.
-
-        Raises as `completed` and `on_finish` do; the pool then forgets all of them.
-        """
         ids = self.submit(prompts, n, sampling, greedy=greedy)
         finished: dict[str, Rollout] = {}
         try:
@@ -72,36 +64,28 @@ class WholeBatches:
 
 
 class RequestPool(WholeBatches):
-    """The part that pools of engines share: which rollouts are wanted, which have ended, and how they are handed over."""
+    """What pools of engines share; `protocols.RolloutPool` documents its methods."""
 
     longest_wait_s = 4.0
-    """Seconds that one `_collect` may wait."""
 
     def __init__(self, max_staleness: int | None) -> None:
-        """`max_staleness`: see `check_versions`."""
         self.max_staleness = max_staleness
         self.version = 0
-        """Version of the weights that the engines hold: 0 are those of the model folder, which they have loaded."""
         self._wanted: dict[str, tuple[Prompt, int]] = {}
-        """The rollouts that were asked for and have not been handed over, by request id."""
+        """Asked for and not handed over."""
         self._ended: dict[str, Completion] = {}
-        """Completions that were not handed over yet, in the order in which their requests ended."""
+        """Not handed over yet, in the order of their ends."""
 
     def _send(self, requests: list[Request], *, at_once: bool) -> None:
-        """Give requests to the engines: now, or with the next `_collect`."""
+        """Give requests to the engines now, or with the next `_collect`."""
         raise NotImplementedError
 
     def _collect(self, wait_s: float) -> None:
-        """Add what the engines have completed to `_ended`; wait up to `wait_s` for the first of it."""
+        """Add completions to `_ended`; wait up to `wait_s` for the first."""
         raise NotImplementedError
 
     def submit(self, prompts: Sequence[Prompt], n: int, sampling: Sampling, *, greedy: bool = False) -> list[str]:
-        """Ask for n rollouts per prompt; return their ids, by prompt and sample. `completed` hands the rollouts over.
-
-        With `greedy` each prompt's are followed by one more, sampled at temperature 0 beside the others, whose sample
-        index is `GREEDY`. Rollouts that were asked for before go on beside these. Raises ValueError, and asks for
-        none, if an id is taken: if this prompt's rollouts were asked for and have not been handed over.
-        """
+        """Raises ValueError, and asks for none, if a rollout of this prompt was not handed over yet."""
         rollouts: dict[str, tuple[Prompt, int]] = {}
         requests: list[Request] = []
         for prompt in prompts:
@@ -112,11 +96,8 @@ class RequestPool(WholeBatches):
         return self._add(rollouts, requests, at_once=True)
 
     def ask(self, turns: Sequence[tuple[Prompt, Sampling, str]]) -> list[str]:
-        """Ask for one rollout per prompt, each sampled exactly as it says, and the turn of a conversation; return their ids.
-
-        They go to the engines with the next look at `completed`, so that many small requests cost few calls. Raises ValueError
-        as `submit` does.
-        """
+        """Raises ValueError as `submit` does. Many small requests go to the engines with the next
+        `completed`."""
         rollouts = {rollout_id(prompt, 0): (prompt, 0) for prompt, _, _ in turns}
         requests = [
             Request(rollout_id(prompt, 0), prompt.token_ids, sampling, conversation) for prompt, sampling, conversation in turns
@@ -132,13 +113,14 @@ class RequestPool(WholeBatches):
         return list(rollouts)
 
     def completed(self, wait_s: float | None = None, only: Collection[str] | None = None) -> Iterator[Rollout]:
-        """Yield rollouts as they end, until none that was asked for is missing, or for `wait_s` seconds.
+        """Yield rollouts as they end, until none of `only` is missing, or for `wait_s` seconds.
 
-        `only` are the ids of those that are wanted now; others that end meanwhile are kept for a later call. More may
-        be submitted while this is iterated over, and an iteration that is given up loses nothing.
+        Others are kept for a later call. More may be submitted meanwhile, and an iteration that is given up
+        loses nothing.
 
-        Raises WeightVersionError for a rollout with a token of other weights than `max_staleness` allows, ClusterError
-        when a replica fails that cannot be replaced, or when nothing ends for `trainer.step_timeout_s`.
+        Raises WeightVersionError for a rollout with a token of other weights than `max_staleness` allows,
+        ClusterError if a replica fails that cannot be replaced, or if nothing ends for
+        `trainer.step_timeout_s`.
         """
         deadline = None if wait_s is None else time.monotonic() + wait_s
         chosen = None if only is None else set(only)
@@ -158,13 +140,11 @@ class RequestPool(WholeBatches):
             self._collect(left_s)
 
     def forget(self, ids: Collection[str]) -> None:
-        """Hand these rollouts over no more."""
         for name in ids:
             self._wanted.pop(name, None)
             self._ended.pop(name, None)
 
     def _hand_over(self, request_id: str) -> Rollout:
-        """Return a rollout that has ended, and forget it. Raises WeightVersionError."""
         ended, (prompt, sample) = self._ended.pop(request_id), self._wanted.pop(request_id)
         check_versions(ended, self.version, self.max_staleness)
         return Rollout(
@@ -181,10 +161,7 @@ class RequestPool(WholeBatches):
 
 
 def check_versions(completion: Completion, version: int, max_staleness: int | None) -> None:
-    """Raise WeightVersionError unless every token was sampled with weights of `version` or at most `max_staleness` older.
-
-    None allows any age.
-    """
+    """Raise WeightVersionError unless every token's weights are at most `max_staleness` versions old."""
     name = f"rollout {completion.request_id}"
     for sampled_with, _ in completion.versions:
         oldest = 0 if max_staleness is None else version - max_staleness

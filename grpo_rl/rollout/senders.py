@@ -5,8 +5,8 @@ Every actor rank has a sender and runs
     for bucket in sender.buckets(named_full_tensors):
         ...  # handed to the controller, which gives merge_ranks(...) to every replica
 
-with the same tensors in the same order: a full tensor is gathered from all ranks. The loop may ask for the next bucket
-only when every replica has taken this one over, for its memory is used again. After the loop the replicas finish the update.
+with the same tensors in the same order: gathering is a collective. Every replica must have loaded a bucket
+before the next is asked for.
 """
 
 from __future__ import annotations
@@ -35,35 +35,29 @@ from grpo_rl.rollout.weights import (
 
 @dataclass(eq=False)
 class WeightSender:
-    """The sender of one actor rank. Tensors are cast to the type on the wire, and cut into groups."""
-
     bucket_bytes: int
     dtype: torch.dtype | None = None
-    """The engines' type, to which floating tensors are cast; None: they are sent as they are."""
+    """The engines' type; None: tensors are sent as they are."""
     verify: bool = False
     is_source: bool = True
-    """True on the rank that provides the bytes if one is enough; the others keep step, because gathering a full tensor is a
-    collective operation."""
+    """True on the rank that provides the bytes if one is enough."""
     timeout_s: float = 600.0
-    """Longest wait for the engines to receive a broadcast."""
     _digests: dict[str, str] = field(default_factory=dict, init=False)
 
     def buckets(self, named_full_tensors: Iterable[NamedTensor]) -> Iterator[WeightBucket]:
-        """Yield the tensors in buckets; each is valid until the next one is asked for."""
+        """Each bucket is valid until the next one is asked for."""
         raise NotImplementedError
 
     def connect(self, rendezvous: NcclRendezvous) -> None:
-        """Meet the engines, while the controller has them connect too; does something with NCCL only."""
+        """Meet the engines while they connect too (NCCL)."""
 
-    def close(self) -> None:
-        """Leave the group and free buffers."""
+    def close(self) -> None: ...
 
     def sent_digests(self) -> dict[str, str]:
-        """Return the digest of every tensor as it was sent in the last update; empty unless verifying."""
+        """Digests of the last update's tensors; empty unless verifying."""
         return dict(self._digests)
 
     def groups(self, named_full_tensors: Iterable[NamedTensor]) -> Iterator[list[NamedTensor]]:
-        """Yield the tensors as they will travel, cut into groups of bucket_bytes."""
         self._digests = {}
         yield from group_by_bytes(self._on_the_wire(named_full_tensors), self.bucket_bytes)
 
@@ -78,7 +72,7 @@ class WeightSender:
 
 
 class ObjectStoreSender(WeightSender):
-    """Buckets in host memory, for Ray's object store; ranks that are not the source send descriptions only."""
+    """Buckets in host memory, for Ray's object store."""
 
     def buckets(self, named_full_tensors: Iterable[NamedTensor]) -> Iterator[WeightBucket]:
         for group in self.groups(named_full_tensors):
@@ -89,16 +83,13 @@ class ObjectStoreSender(WeightSender):
 class IpcSender(WeightSender):
     """Buckets in device memory that the engine process on the same GPU opens.
 
-    Each rank copies each group into one buffer of its GPU and sends a handle for each engine there; the engine copies it
-    out before it answers, so one buffer is enough for the whole model. All ranks send, because each
-    engine process opens the buffer of its own GPU.
+    The engine copies out before it answers, so one buffer per rank is enough.
     """
 
     readers: int = 1
-    """Engines on the GPU."""
 
     def buckets(self, named_full_tensors: Iterable[NamedTensor]) -> Iterator[WeightBucket]:
-        # The engine's mapping of the last update's buffer is closed by now; take the memory back.
+        # The engine has closed its mapping of the last update's buffer.
         torch.cuda.ipc_collect()
         device = torch.cuda.current_device()
         uuid = str(torch.cuda.get_device_properties(device).uuid)
@@ -119,11 +110,10 @@ class IpcSender(WeightSender):
 
 @dataclass(eq=False)
 class NcclSender(WeightSender):
-    """A sender whose source rank broadcasts each bucket to all engine processes; it yields descriptions only.
+    """The source rank broadcasts each bucket to all engine processes; buckets are descriptions only.
 
-    A broadcast meets the engines in their `load_bucket`, so it starts before the description is yielded,
-    in a thread of its own: the first one sets connections up and blocks until the others come. vLLM cuts
-    what it receives by `bucket_bytes` as the groups are cut here: one bucket is one broadcast.
+    A broadcast meets the engines in their `load_bucket`, so a thread starts it before. vLLM cuts what it
+    receives by `bucket_bytes` too: one bucket is one broadcast.
     """
 
     def __post_init__(self) -> None:
@@ -167,7 +157,6 @@ class NcclSender(WeightSender):
             self._communicator = None
 
     def _broadcast(self, flat: Tensor) -> None:
-        """Send the bytes, and return when they have left."""
         if self._communicator is None:
             raise WeightTransferError("the sender is not connected to the engines: call connect first")
         with torch.cuda.device(flat.device):
@@ -185,10 +174,6 @@ def make_sender(
     timeout_s: float = 600.0,
     readers: int = 1,
 ) -> WeightSender:
-    """Return the sender of one actor rank.
-
-    `timeout_s`: longest wait for the engines to receive a broadcast. `readers`: engines on its GPU.
-    """
     if backend == "ipc":
         return IpcSender(bucket_bytes, dtype, verify, rank == 0, timeout_s, readers)
     kinds: dict[WeightBackend, type[WeightSender]] = {"object_store": ObjectStoreSender, "nccl": NcclSender}

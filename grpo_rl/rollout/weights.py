@@ -1,9 +1,7 @@
-"""Buckets of named tensors, which travel from the trainer to the rollout engines, and the order of calls in an update.
+"""Buckets of named tensors on their way to the rollout engines, and the order of calls in an update.
 
-A bucket describes its tensors (names, dtypes, shapes) and says where their bytes are: in one flat
-buffer of host memory (`data`), in device memory of this node (`ipc_handles`), or on their way through
-NCCL (neither). In all three the bytes lie back to back, larger element sizes first, so that every
-tensor is aligned without padding. This module needs neither vLLM nor Ray.
+The bytes are in host memory (`data`), in device memory of this node (`ipc_handles`), or on their way through
+NCCL; back to back, larger element sizes first, so that every tensor is aligned. Needs neither vLLM nor Ray.
 """
 
 from __future__ import annotations
@@ -24,30 +22,26 @@ NamedTensor = tuple[str, Tensor]
 
 
 class WeightTransferError(ClusterError):
-    """An error: weights did not reach an engine as they left the trainer."""
+    """Weights did not reach an engine as they left the trainer."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightBucket:
-    """Some named tensors of a model and where their bytes are."""
-
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
-    """Names in torch's namespace, e.g. `bfloat16`."""
     shapes: tuple[tuple[int, ...], ...]
     data: np.ndarray | None = None
-    """All bytes as one flat uint8 array, which Ray passes between processes without copying."""
+    """Flat uint8."""
     ipc_handles: dict[str, tuple[Any, ...]] | None = None
-    """CUDA IPC handles of one flat device buffer, keyed by the UUID of the GPU it is on: one for each engine on that GPU."""
+    """CUDA IPC handles of one flat buffer by the UUID of its GPU, one for each engine there."""
 
     def of_reader(self, number: int) -> WeightBucket:
-        """Return the bucket with the handles of each GPU's engine of this number. An exported handle counts one reader (torch)."""
+        """Return the bucket of one engine per GPU: an exported handle counts one reader (torch)."""
         handles = {uuid: (readers[number],) for uuid, readers in (self.ipc_handles or {}).items()}
         return replace(self, ipc_handles=handles)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The number of bytes of each tensor."""
         return tuple(math.prod(shape) * _dtype(dtype).itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
 
     @property
@@ -55,7 +49,7 @@ class WeightBucket:
         return sum(self.sizes)
 
     def tensors(self) -> Iterator[NamedTensor]:
-        """Yield name and tensor of each entry: views of `data`, read only if `data` is."""
+        """Yield views of `data`, read only if `data` is."""
         if self.data is None:
             raise WeightTransferError(f"the bytes of the bucket with {self.names[0]!r} are not in host memory")
         with warnings.catch_warnings():
@@ -72,9 +66,7 @@ class WeightBucket:
 def group_by_bytes(named_tensors: Iterable[NamedTensor], bucket_bytes: int) -> Iterator[list[NamedTensor]]:
     """Yield consecutive tensors in groups of at most `bucket_bytes`; a larger tensor is a group of its own.
 
-    Inside a group larger element sizes come first: then each offset in the packed bytes is a multiple
-    of the element size that starts there. Every rank that sees the same names, dtypes and shapes cuts
-    the same groups.
+    Larger element sizes come first, so that every offset is aligned. All ranks cut the same groups.
     """
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
@@ -91,13 +83,12 @@ def group_by_bytes(named_tensors: Iterable[NamedTensor], bucket_bytes: int) -> I
 
 
 def pack_buckets(named_tensors: Iterable[NamedTensor], bucket_bytes: int) -> Iterator[WeightBucket]:
-    """Yield the tensors in buckets of at most `bucket_bytes` of host memory (see group_by_bytes)."""
     for group in group_by_bytes(named_tensors, bucket_bytes):
         yield pack(group)
 
 
 def pack(group: Sequence[NamedTensor]) -> WeightBucket:
-    """Return one bucket in host memory with a copy of the tensors of one group (of group_by_bytes)."""
+    """Return one group (of group_by_bytes) in host memory."""
     bucket = describe(group)
     data = np.empty(bucket.nbytes, dtype=np.uint8)
     write_flat(group, torch.from_numpy(data))
@@ -105,7 +96,6 @@ def pack(group: Sequence[NamedTensor]) -> WeightBucket:
 
 
 def describe(group: Sequence[NamedTensor]) -> WeightBucket:
-    """Return the bucket of one group without its bytes."""
     return WeightBucket(
         names=tuple(name for name, _ in group),
         dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in group),
@@ -114,7 +104,7 @@ def describe(group: Sequence[NamedTensor]) -> WeightBucket:
 
 
 def write_flat(group: Sequence[NamedTensor], flat: Tensor) -> None:
-    """Copy the tensors of one group back to back into `flat` (uint8, on any device)."""
+    """Copy one group back to back into `flat` (uint8)."""
     start = 0
     for _, tensor in group:
         end = start + tensor.nbytes
@@ -123,11 +113,7 @@ def write_flat(group: Sequence[NamedTensor], flat: Tensor) -> None:
 
 
 def merge_ranks(buckets: Sequence[WeightBucket | None]) -> WeightBucket:
-    """Return one bucket for the engines, made from what each actor rank made of the same group.
-
-    The rank that packed the bytes contributes them; IPC handles of all ranks come together, since each
-    engine process opens the one of its own GPU. Raises WeightTransferError when ranks cut different groups.
-    """
+    """Return the engines' bucket from that of each actor rank. Raises WeightTransferError if they differ."""
     made = [bucket for bucket in buckets if bucket is not None]
     if not made or len({(bucket.names, bucket.dtypes, bucket.shapes) for bucket in made}) != 1:
         raise WeightTransferError(f"actor ranks sent different tensors: {[bucket.names[:3] for bucket in made]}")
@@ -137,16 +123,16 @@ def merge_ranks(buckets: Sequence[WeightBucket | None]) -> WeightBucket:
 
 
 MIXER = 0x9E3779B97F4A7C15 - 2**64
-"""2^64 over the golden ratio (Knuth, The Art of Computer Programming, 6.4), as a signed number: an odd one with well mixed bits."""
+"""2^64 over the golden ratio (Knuth, The Art of Computer Programming, 6.4), signed."""
 DIGEST_BYTES = 64 << 20
-"""The most bytes of a tensor that a digest takes at a time."""
 
 
 def digest(tensor: Tensor) -> str:
-    """Return dtype, shape and a 64-bit sum of the bytes, computed where the tensor lies: no byte of it leaves a GPU.
+    """Return dtype, shape and a 64-bit sum of the bytes, computed where the tensor lies.
 
-    The sum is over 8-byte words, each mixed and multiplied by an odd number of its place, modulo 2^64: the same on every
-    device, another one if any word is another, and, but for a chance of 2^-64, if several are or change places.
+    The sum is over 8-byte words, each mixed and multiplied by an odd number of its place, modulo 2^64: the
+    same on every device, another one if any word is another, and, but for a chance of 2^-64, if several are
+    or change places.
     """
     data, total = _bytes(tensor), torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, len(data), DIGEST_BYTES):
@@ -161,7 +147,6 @@ def digest(tensor: Tensor) -> str:
 
 
 def check_digests(sent: Mapping[str, str], received: Mapping[str, str], receiver: str) -> None:
-    """Raise WeightTransferError, naming the tensors, unless `receiver` got exactly what was sent."""
     wrong = sorted(name for name in sent.keys() | received.keys() if sent.get(name) != received.get(name))
     if wrong:
         raise WeightTransferError(
@@ -170,7 +155,6 @@ def check_digests(sent: Mapping[str, str], received: Mapping[str, str], receiver
 
 
 def first_names(names: Sequence[str], most: int = 5) -> str:
-    """Return the first few names for a message, and how many more there are."""
     listed_names = ", ".join(names[:most])
     return listed_names if len(names) <= most else f"{listed_names} and {len(names) - most} more"
 
@@ -196,11 +180,10 @@ def _dtype(name: str) -> torch.dtype:
 
 
 class WeightUpdate:
-    """The version of the live weights, and the tensors of the next one that have arrived; `expected` are the names and
-    shapes of all tensors.
+    """The version of the live weights, and the tensors of the next one that have arrived.
 
-    With `in_flight` an update may start while requests are unfinished. It moves no data. Every method either accepts
-    the call or raises WeightTransferError and changes nothing.
+    With `in_flight` an update may start while requests are unfinished. A method that raises
+    WeightTransferError changes nothing.
     """
 
     def __init__(self, expected: Mapping[str, tuple[int, ...]], in_flight: bool = False) -> None:
@@ -216,14 +199,13 @@ class WeightUpdate:
         return self._next is not None
 
     def check_can_sample(self) -> None:
-        """Raise WeightTransferError unless complete weights are live."""
         if self.active:
             raise WeightTransferError(f"requests cannot be submitted while weights {self._next} arrive: finish the update")
         if self._lost:
             raise WeightTransferError("the engine gave its weights up when it slept: update them before submitting requests")
 
     def lose(self) -> None:
-        """Note that the live weights are gone until an update is finished."""
+        """The live weights are gone until an update is finished."""
         if self.active:
             raise WeightTransferError(f"the engine cannot sleep while weights {self._next} arrive")
         self._lost = True

@@ -1,4 +1,4 @@
-"""A rollout replica on plain transformers: short, with nothing to compile, and easy to step through with a debugger."""
+"""A rollout replica on plain transformers."""
 
 from __future__ import annotations
 
@@ -25,15 +25,13 @@ from grpo_rl.types import Completion, FinishReason, Request, Versions, extended
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A request that is being answered."""
-
     request: Request
     seed: int
     response_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: Versions = ()
     left: list[Tensor] = field(default_factory=list)
-    """The ids that each token was sampled from, if the request's sampling returns them."""
+    """The ids that each token was sampled from."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -49,12 +47,10 @@ class _Batch:
 
 
 class HfEngine:
-    """`AutoModelForCausalLM` behind the RolloutEngine protocol; there is no prefix cache and nothing to sleep.
+    """`AutoModelForCausalLM` behind the RolloutEngine protocol, without a prefix cache or sleep.
 
-    `batched`: all running requests are one batch, and prompts are read together if they are equally long.
-    Otherwise each request is a batch of its own: the last bits of a matrix product depend on its shape, and of attention
-    on padding, so that beside others a response would depend on which they are, which is a matter of timing. Alone it
-    depends on weights, prompt and seed, in whichever replica it is sampled.
+    `batched`: all running requests are one batch. Otherwise each is its own: the last bits of a matrix
+    product depend on its shape, and so on which others are there, a matter of timing.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -76,7 +72,7 @@ class HfEngine:
         self._seeds = torch.Generator().manual_seed(spec.seed)
         self._waiting: deque[Request] = deque()
         self._unread: list[_Running] = []
-        """Requests of which no token is in a cache: new ones, and after a weight update those that go on."""
+        """New requests, and after a weight update those that go on."""
         self._batches: list[_Batch] = []
 
     @property
@@ -154,11 +150,9 @@ class HfEngine:
     def received_digests(self) -> dict[str, str]:
         return dict(self._digests)
 
-    def sleep(self) -> None:
-        """Do nothing: this engine holds no memory that a phase could use better."""
+    def sleep(self) -> None: ...
 
-    def wake_up(self, what: Wakeable = "all") -> None:
-        """Do nothing: see sleep."""
+    def wake_up(self, what: Wakeable = "all") -> None: ...
 
     def close(self) -> None:
         self.abort_all()
@@ -166,7 +160,7 @@ class HfEngine:
         self._own = {}
 
     def _read(self) -> Iterator[_Batch]:
-        """Read the unread requests and sample a token of each; the batches that result are of one length each."""
+        """Read the unread requests, in batches of one length, and sample a token of each."""
         unread, self._unread = self._unread, []
         if not self._spec.batched:
             parts = [[row] for row in unread]
@@ -182,7 +176,6 @@ class HfEngine:
             yield _Batch(rows_of_part, cache)
 
     def _sample(self, rows: Sequence[_Running], logits_BV: Tensor) -> None:
-        """Sample one more token of each row."""
         settings, seeds = [row.request.sampling for row in rows], [row.seed for row in rows]
         tokens_B, logprobs_B, left_B = sample(logits_BV, settings, seeds, [len(row.response_ids) for row in rows])
         for row, token, logprob, support_ids in zip(rows, tokens_B.tolist(), logprobs_B.tolist(), left_B, strict=True):
@@ -193,7 +186,6 @@ class HfEngine:
                 row.left.append(support_ids)
 
     def _take_ended(self) -> list[Completion]:
-        """Take the requests that have ended out of the batches."""
         completions = []
         for batch in self._batches:
             reasons = [self._finish_reason(row) for row in batch.rows]
@@ -228,24 +220,21 @@ def _completion(row: _Running, reason: FinishReason) -> Completion:
 
 
 class RowCache:
-    """The keys and values of some rows, aligned at their ends.
+    """Keys and values of some rows, aligned at their ends: [rows, heads, width, head dim] for each layer.
 
-    The tensors of a layer are [rows, heads, width, head dim]. A row with fewer than `width` tokens has unused columns at
-    the front, which the attention mask hides, and its positions count from its own first token. Rows of equal length
-    need no mask, and none is passed: a row alone is computed exactly as if there were no batches.
+    A shorter row has masked columns at the front, and its positions count from its first token. Rows of equal
+    length need no mask, so a row alone is computed exactly as without batches.
     """
 
     def __init__(self, cache: DynamicCache, lengths: Sequence[int]) -> None:
         self._cache: Any = cache
-        """Its layers have `keys` and `values`: a DynamicCache makes plain ones, whatever the model's attention is."""
+        """Its layers have `keys` and `values`, as a DynamicCache's."""
         self._lengths = list(lengths)
 
     @classmethod
     def read(cls, model: Any, token_ids: Sequence[Sequence[int]], device: torch.device) -> tuple[RowCache, Tensor]:
-        """Read whole sequences of one length; return their cache and the logits of the token after each, [rows, V].
-
-        A sequence that comes several times, as the prompt of a group does, is read once.
-        """
+        """Read sequences of one length, equal ones once; return their cache and the next logits,
+        [rows, V]."""
         places: dict[tuple[int, ...], int] = {}
         rows = [places.setdefault(tuple(ids), len(places)) for ids in token_ids]
         cache = DynamicCache()
@@ -260,7 +249,7 @@ class RowCache:
         return row_cache, logits_BV[index]
 
     def extend(self, model: Any, token_ids: Sequence[int], device: torch.device) -> Tensor:
-        """Read one more token of each row and return the logits of the next, [rows, V]."""
+        """Read one more token of each row; return the next logits, [rows, V]."""
         width, mixed = max(self._lengths), {}
         if min(self._lengths) < width:
             lengths = torch.tensor(self._lengths, device=device)[:, None]
@@ -272,7 +261,6 @@ class RowCache:
         return logits[:, -1]
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Forget all rows but these, and the columns that no row uses any more."""
         previous_width = max(self._lengths)
         self._lengths = [self._lengths[row] for row in rows]
         unused = previous_width - max(self._lengths)
@@ -282,7 +270,6 @@ class RowCache:
             layer.values = layer.values[index.to(layer.values.device), :, unused:]
 
     def append(self, other: RowCache) -> None:
-        """Take over the rows of another cache, behind those of this one."""
         width = max(*self._lengths, *other._lengths)
         for layer, added in zip(self._cache.layers, other._cache.layers, strict=True):
             layer.keys = torch.cat([_widened(layer.keys, width), _widened(added.keys, width)])
@@ -291,5 +278,4 @@ class RowCache:
 
 
 def _widened(states: Tensor, width: int) -> Tensor:
-    """The keys or values of a layer with unused columns at the front, up to `width`."""
     return pad(states, (0, 0, width - states.shape[-2], 0))

@@ -1,4 +1,4 @@
-"""Drawing tokens from logits, each row with its own settings and its own random numbers."""
+"""Drawing tokens from logits, each row with its own settings and random numbers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from grpo_rl.types import Sampling, Support
 def sample(
     logits_BV: Tensor, settings: Sequence[Sampling], seeds: Sequence[int], positions: Sequence[int]
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """Draw one token per row; return the tokens and their log-probabilities under what they were drawn from.
+    """Draw one token per row; return tokens (int64 [B]), their log-probs (float32 [B]), and the ids left to
+    draw from.
 
-    Tokens are int64 [B], log-probabilities float32 [B]. The distribution is softmax(logits / temperature), cut to the tokens with at least min_p of the likeliest one's
-    probability, to the top k, then to the smallest set with probability top_p, and normalised again. The third part are
-    the ids left in it, int64, for the rows whose settings return them. Temperature 0 takes the likeliest token and reports its
-    log-probability at temperature 1. A row's draw depends only on its logits, its seed and its position, the number of
-    tokens that its response has already.
+    The distribution is softmax(logits / temperature), cut to the tokens with at least min_p of the likeliest
+    one's probability, to the top k, then to the smallest set with probability top_p, and normalised again.
+    Temperature 0 takes the likeliest token and its log-probability at temperature 1. A draw depends only on
+    the row's logits, seed and position.
     """
     temperature_B = torch.tensor([s.temperature or 1.0 for s in settings], device=logits_BV.device)
     logits_BV = logits_BV.float() / temperature_B[:, None]
@@ -47,24 +47,23 @@ def sample(
 
 
 def support_of(left: Sequence[Tensor]) -> Support:
-    """Return the support of a response from the ids that `sample` left for each of its tokens."""
     ids = [ids.cpu().numpy().astype(np.int32) for ids in left]
     return Support(np.array([len(token_ids) for token_ids in ids], dtype=np.int32), np.concatenate(ids))
 
 
 def keep_min_p(logits_V: Tensor, p: float) -> Tensor:
-    """Return the logits with all set to -inf whose probability is below p times the largest one."""
+    """Set logits to -inf whose probability is below p times the largest."""
     return logits_V.masked_fill(logits_V.softmax(-1) < p * logits_V.softmax(-1).max(), float("-inf"))
 
 
 def keep_top_k(logits_V: Tensor, k: int) -> Tensor:
-    """Return the logits with all but the k largest set to -inf; ties with the k-th stay."""
+    """Set all but the k largest to -inf; ties with the k-th stay."""
     smallest = logits_V.topk(min(k, len(logits_V))).values[-1]
     return logits_V.masked_fill(logits_V < smallest, float("-inf"))
 
 
 def keep_top_p(logits_V: Tensor, p: float) -> Tensor:
-    """Return the logits with all set to -inf but the smallest set of likeliest tokens whose probability reaches p."""
+    """Set to -inf all but the smallest set of likeliest tokens whose probability reaches p."""
     probs_V, order_V = logits_V.softmax(-1).sort(descending=True)
     before_V = probs_V.cumsum(-1) - probs_V
     drop_V = torch.zeros_like(before_V, dtype=torch.bool).scatter(0, order_V, before_V >= p)

@@ -1,8 +1,7 @@
 """The tokens that vLLM could sample, found from its log-probs of the likeliest tokens.
 
-vLLM's log-probs are taken after top-k, top-p and min-p (`logprobs_mode=processed_logprobs`), so a token that was left out
-has -inf, and the others are the sampling mask. vLLM's own `return_sampling_mask` gives the same set, but only with Triton
-(no CPU), and an engine with it refuses every greedy request, so validation too.
+vLLM's `logprobs_mode=processed_logprobs` gives a token that was left out -inf. Its `return_sampling_mask`
+needs Triton (no CPU) and refuses greedy requests.
 """
 
 from __future__ import annotations
@@ -18,28 +17,25 @@ if TYPE_CHECKING:
     from vllm.logprobs import FlatLogprobs
 
 _TIES = 32
-"""Tokens beyond top_k that are requested: those as likely as the k-th are sampled too."""
+"""Tokens beyond top_k that are requested: those as likely as the k-th."""
 _LOST = 1e-3
-"""Probability that may be missing from the requested tokens, before the log-probs are no longer the trainer's."""
+"""Probability that may be missing from the requested tokens."""
 
 
 def num_logprobs(sampling: Sampling, vocab_size: int) -> int:
-    """Return how many of the likeliest tokens vLLM has to report beside the sampled one, so that none left is missed."""
+    """Return how many of the likeliest tokens vLLM has to report."""
     if not sampling.returns_support:
         return 0
     return vocab_size if sampling.top_k <= 0 else min(sampling.top_k + _TIES, vocab_size)
 
 
 def sampled_logprobs(logprobs: FlatLogprobs | Reported) -> np.ndarray:
-    """Return the log-prob of each sampled token, float32: the first of those reported for its place."""
+    """float32: the first log-prob reported for each place."""
     return np.asarray(logprobs.logprobs, dtype=np.float32)[np.asarray(logprobs.start_indices, dtype=np.int64)]
 
 
 def support_of(logprobs: FlatLogprobs | Reported) -> Support:
-    """Return the tokens with a probability, for each place.
-
-    Raises RuntimeError if so many are as likely as the k-th that not all were reported.
-    """
+    """Return each place's tokens with a probability. Raises RuntimeError if not all were reported."""
     starts = np.asarray(logprobs.start_indices, dtype=np.int64)
     token_ids = np.asarray(logprobs.token_ids, dtype=np.int32)
     values = np.asarray(logprobs.logprobs, dtype=np.float64)

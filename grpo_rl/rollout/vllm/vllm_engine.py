@@ -30,11 +30,8 @@ if TYPE_CHECKING:
 
 
 class VllmEngine:
-    """vLLM's engine behind the RolloutEngine protocol, with workers beside it for tensor parallelism.
-
-    A request with a seed gives the same tokens whenever the weights are the same. vLLM schedules and samples in this process,
-    or with `EngineSpec.separate_process` in a child, which goes on while this one reads what it sampled.
-    """
+    """vLLM's engine behind the RolloutEngine protocol, in this process, or with `EngineSpec.separate_process`
+    in a child, which goes on while this one reads what it sampled."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
@@ -45,7 +42,6 @@ class VllmEngine:
         from vllm.outputs import CompletionOutput  # after the variables that vLLM reads on import are set
 
         self._counts = spec.device == "cpu" and all(self._rpc("sample_by_counters"))
-        """Whether requests have their seeds in `extra_args`: see vllm_patches."""
         self._labels = "weight_versions" in CompletionOutput.__dataclass_fields__
         self._update = WeightUpdate(expected_tensors(spec), in_flight=self.updates_in_flight)
         self._label_tokens()
@@ -65,12 +61,11 @@ class VllmEngine:
 
     @property
     def updates_in_flight(self) -> bool:
-        """Return whether every token is labelled with the weights that sampled it, also if an update comes in between.
+        """Whether every token is labelled with the weights that sampled it, also if an update comes in
+        between.
 
-        A separate process labels tokens itself, and other engines if tokens are handed over in the step that samples them.
-        With asynchronous scheduling, vLLM's default on GPUs, which `EngineSpec.updates_in_flight` switches off, the newest
-        tokens are handed over one step later and would get the version of the weights that are live by then. Before
-        vLLM 0.32 there are no labels.
+        A separate process labels tokens (vLLM 0.32 or newer); otherwise they must be handed over in the step
+        that samples them, and vLLM's asynchronous scheduling hands the newest over one step later.
         """
         if not self._labels:
             return False
@@ -157,7 +152,6 @@ class VllmEngine:
         gc.collect()
 
     def _label_tokens(self) -> None:
-        """Make vLLM note the live version beside every token that it samples from now on."""
         if self._labels:
             self._llm.set_weight_version(str(self._update.version))
 
@@ -165,7 +159,7 @@ class VllmEngine:
         return self._llm.collective_rpc(method, kwargs=arguments)
 
     def _core(self, method: str, *arguments: Any) -> Any:
-        """Call a method of vLLM's engine core in its separate process: vLLM's synchronous client has none for pauses."""
+        """Call the engine core in its separate process: vLLM's synchronous client cannot pause it."""
         return self._llm.engine_core.call_utility(method, *arguments)  # type: ignore[attr-defined]
 
     def _sampling_params(self, sampling: Sampling) -> SamplingParams:
@@ -207,13 +201,13 @@ class VllmEngine:
         )
 
     def _versions(self, sampled: CompletionOutput) -> tuple[tuple[int, int], ...]:
-        """Return which weights sampled the tokens. Without vLLM's labels no request has seen an update: see updates_in_flight."""
+        """Return the tokens' labels; without them no request has seen an update."""
         if self._labels:
             return tuple((int(span.version), span.end - span.start) for span in sampled.weight_versions or ())
         return ((self.weight_version, len(sampled.token_ids)),) if sampled.token_ids else ()
 
     def _warm_up(self) -> None:
-        """Run two tokens through: the first step allocates and compiles, and should not be part of a rollout."""
+        """Run two tokens through: the first step allocates and compiles."""
         sampling = Sampling(max_tokens=min(2, self._spec.max_model_len - 1), seed=0, ignore_eos=True)
         self.submit([Request(request_id="warm-up", prompt_ids=np.zeros(1, dtype=np.int32), sampling=sampling)])
         while self.num_unfinished:
@@ -222,7 +216,7 @@ class VllmEngine:
 
 
 def update_info(bucket: WeightBucket, spec: EngineSpec) -> dict[str, Any]:
-    """Return the bucket as the arguments of our transfer engine of this backend: plain values, which vLLM sends as they are."""
+    """Return the bucket as plain values for our transfer engine."""
     info: dict[str, Any] = {
         "names": list(bucket.names),
         "dtype_names": list(bucket.dtypes),
@@ -241,13 +235,11 @@ def update_info(bucket: WeightBucket, spec: EngineSpec) -> dict[str, Any]:
 
 
 _CPU_BLOCK_TOKENS = 128
-"""Tokens per cache block on CPU: vLLM's own choice."""
 
 
 def build_llm_engine(spec: EngineSpec) -> LLMEngine:
-    """Build vLLM's engine: token ids in, token ids and log-probs out, no tokenizer, no server.
+    """Build vLLM's engine of tokens and log-probs. Sets missing environment variables.
 
-    Sets the environment variables that vLLM reads on import if they are missing.
     Raises ConfigError for an engine argument that vLLM does not have.
     """
     set_missing(engine_environment(spec))
@@ -268,7 +260,7 @@ def build_llm_engine(spec: EngineSpec) -> LLMEngine:
 
 
 def check_compiled_part() -> None:
-    """Raise ClusterError, with the cause, if vLLM's compiled part is not loaded, which vLLM itself only notes in its log."""
+    """Raise ClusterError if vLLM's compiled part is not loaded, which vLLM only logs."""
     from vllm.platforms import current_platform
 
     current_platform.import_kernels()
@@ -285,7 +277,6 @@ def check_compiled_part() -> None:
 
 
 def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
-    """Return the arguments of vLLM's EngineArgs, without the weight transfer's."""
     parallel = spec.tensor_parallel_size
     arguments: dict[str, Any] = {
         "model": spec.model_path,
@@ -330,7 +321,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
 
 
 def graph_sizes(most: int) -> list[int]:
-    """Return the numbers of sequences that get CUDA graphs: vLLM's own up to 512, and 128 apart up to 1,024, if it has none.
+    """Return the numbers of sequences with CUDA graphs: vLLM's up to 512, then 128 apart up to 1,024.
 
     On an H100 a step with 1,024 sequences took 50 ms with a graph and 57 ms without.
     """
@@ -339,10 +330,7 @@ def graph_sizes(most: int) -> list[int]:
 
 
 def cpu_cache_bytes(spec: EngineSpec) -> int:
-    """Return the bytes of the key-value cache: `kv_cache_gib`, or less if max_num_seqs full rollouts fill less.
-
-    vLLM touches all of it at start, so what can never be used would be resident memory for nothing.
-    """
+    """Return `kv_cache_gib`, or less if max_num_seqs full rollouts fill less: vLLM touches all of it."""
     limit = int(spec.kv_cache_gib * 2**30)
     blocks_per_rollout = -(-spec.max_model_len // _CPU_BLOCK_TOKENS)
     # One rollout more than can run: vLLM keeps a block for itself.

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
 
 SEED = "counter_seed"
-"""The request's seed among vLLM's `SamplingParams.extra_args`. With `SamplingParams.seed` vLLM would make a generator."""
+"""Key of the request's seed in `SamplingParams.extra_args`: `SamplingParams.seed` would make a generator."""
 _EXPERTS = ("model_executor/layers/fused_moe/unquantized_fused_moe_method.py", "moe_kernel")
 _GAPS = {
     ("v1/sample/ops/topk_topp_sampler.py", "forward_cpu"): (
@@ -52,11 +52,11 @@ _GAPS = {
     _EXPERTS: "a model with experts cannot get new weights on CPUs: sample it with actor_rollout_ref.rollout.name=hf",
     ("distributed/utils.py", "store_timeout"): "engines that receive weights by NCCL wait 300 s for each other, and no longer",
 }
-"""What follows from a part that is missing, by the file of vLLM's that has it and its name there."""
+"""What follows from a missing part, by vLLM's file and its name there."""
 
 
 def gaps() -> list[str]:
-    """Return what the installed vLLM does not have, a sentence for each; nothing if there is none on this machine."""
+    """Return a sentence for each part that the installed vLLM lacks."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         return []
@@ -72,14 +72,11 @@ def _text(path: Path) -> str:
 
 
 class CounterSampler:
-    """The part of vLLM's sampler, on CPUs, that draws from logits to which temperature and min_p have been applied.
+    """The part of vLLM's sampler, on CPUs, that draws after temperature and min_p.
 
-    vLLM samples there with one operation over all rows (`fused_gumbel_argmax`), whose noise depends on a number per row and on the
-    token. It draws that number from a generator that it keeps for each request with a seed, one call per row and step. If a pass
-    reads only a part of a prompt, it puts the generator back, which torch cannot do on CPUs. Here that number is a hash of seed and
-    position, so there is no generator, and prompts may be read in parts.
-
-    On GPUs vLLM's model runner (its version 2) hashes seed and position by itself.
+    vLLM draws by one operation over all rows (`fused_gumbel_argmax`) with a number per row from a generator
+    for each request, which it cannot put back if a pass reads only a part of a prompt. Here that number is a
+    hash of seed and position.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -87,7 +84,7 @@ class CounterSampler:
         self._sampler = runner.sampler.topk_topp_sampler
 
     def install(self) -> bool:
-        """Take the place of vLLM's own method. Returns False if vLLM samples in another way here than its `forward_cpu` does."""
+        """Returns False if vLLM samples in another way here than its `forward_cpu` does."""
         try:
             if self._sampler.forward != self._sampler.forward_cpu or self._sampler.use_fp64_gumbel:
                 return False
@@ -100,7 +97,6 @@ class CounterSampler:
     def __call__(
         self, logits: Tensor, generators: dict[int, torch.Generator], k: Tensor | None, p: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the drawn tokens, and the log-probs that they were drawn by, as `forward_cpu` does."""
         from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
         batch = self._runner.input_batch
@@ -124,7 +120,7 @@ class CounterSampler:
 
 @contextmanager
 def own_threads(spec: EngineSpec) -> Iterator[None]:
-    """Give vLLM its number of threads, and give back to torch what vLLM's CPU worker replaces."""
+    """Give back to torch the number of threads that vLLM's CPU worker replaces."""
     set_num_threads = torch.set_num_threads
     if spec.device == "cpu":
         set_num_threads(spec.threads)
@@ -138,19 +134,18 @@ def own_threads(spec: EngineSpec) -> Iterator[None]:
 
 
 class Reported(NamedTuple):
-    """The entries that were reported of a response, as vLLM's `FlatLogprobs` names them."""
+    """A response's entries as vLLM's `FlatLogprobs` names them."""
 
     token_ids: np.ndarray
     logprobs: np.ndarray
     start_indices: np.ndarray
-    """The first entry of each place, which is the sampled token."""
 
 
 class ReportedArrays:
-    """What vLLM's workers report of one request's tokens, as the arrays that they send.
+    """One request's log-probs as the arrays that vLLM's workers send, in place of its `LogprobsProcessor`.
 
-    It takes the place of the `LogprobsProcessor` in vLLM's state of the request, which makes a Python number of each entry: with one
-    entry for a token that takes 7 microseconds instead of 0.1, with 132 longer than all other work of the engine's thread.
+    That makes a Python number of each: 7 microseconds a token instead of 0.1 with one entry, and with 132
+    longer than all other work of the engine's thread.
     """
 
     cumulative_logprob = prompt_logprobs = prompt_token_id_logprobs = None
@@ -161,7 +156,7 @@ class ReportedArrays:
         self._logprobs: list[np.ndarray] = []
 
     def update_from_output(self, output: EngineCoreOutput) -> None:
-        """Keep the request's rows, copied unless they are narrow: they are views of what the step reported for all requests."""
+        """Copy the request's rows unless they are narrow: they are views of the step's report."""
         rows = output.new_logprobs
         if rows is None:
             return
@@ -174,7 +169,6 @@ class ReportedArrays:
 
     @property
     def logprobs(self) -> Reported:
-        """All entries; vLLM asks for them when the response has ended."""
         token_ids = np.concatenate([np.empty(0, np.int32), *map(np.ravel, self._token_ids)], dtype=np.int32)
         logprobs = np.concatenate([np.empty(0, np.float32), *map(np.ravel, self._logprobs)], dtype=np.float32)
         return Reported(token_ids, logprobs, np.arange(0, len(logprobs), self._width))
@@ -183,9 +177,8 @@ class ReportedArrays:
 def pack_experts_again(model: torch.nn.Module) -> None:
     """Make the next load of experts on a CPU end as the first one did: packed for the grouped matrix product.
 
-    vLLM packs them where it makes their kernel (`UnquantizedFusedMoEMethod._setup_kernel`), which it does once. A
-    second load copies the weights as they come over the packed ones, of the same size: no error, and other experts.
-    Raises WeightTransferError if this vLLM keeps no kernel there.
+    vLLM packs them once (`UnquantizedFusedMoEMethod._setup_kernel`); a second load copies over them. Raises
+    WeightTransferError if this vLLM keeps no kernel there.
     """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
@@ -196,11 +189,12 @@ def pack_experts_again(model: torch.nn.Module) -> None:
 
 
 _CLASSES = {0: torch.Tensor, 4: torch.storage.TypedStorage, 5: torch.uint8}
-"""What torch's `reduce_tensor` puts at these places of the handle of a buffer of bytes."""
+"""Classes at these places of the handle of torch's `reduce_tensor`."""
 
 
 def plain_handle(handle: Sequence[Any]) -> list[Any]:
-    """Return a CUDA IPC handle of a buffer of bytes as numbers and bytes alone. Raises WeightTransferError for any other tensor's."""
+    """Return a CUDA IPC handle as numbers and bytes. Raises WeightTransferError if it is no buffer of
+    bytes."""
     if any(handle[place] is not value for place, value in _CLASSES.items()):
         raise WeightTransferError(
             f"torch describes a buffer by {[handle[place] for place in _CLASSES]}, not {[*_CLASSES.values()]}"
@@ -211,13 +205,12 @@ def plain_handle(handle: Sequence[Any]) -> list[Any]:
 
 
 def whole_handle(plain: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the handle that `plain_handle` was made from."""
     return tuple(_CLASSES.get(place, tuple(value) if isinstance(value, list) else value) for place, value in enumerate(plain))
 
 
 @contextmanager
 def store_waits(timeout_s: float) -> Iterator[None]:
-    """Make vLLM's group wait so long for its members: it has no argument for that, and gives up after 300 s."""
+    """Set how long vLLM's group waits for its members."""
     from vllm.distributed.utils import StatelessProcessGroup
 
     create = StatelessProcessGroup.create
@@ -232,7 +225,7 @@ def store_waits(timeout_s: float) -> Iterator[None]:
 
 
 def join_as_trainer(rendezvous: NcclRendezvous) -> PyNcclCommunicator:
-    """Return the trainer's place, rank 0, in the group that weights are broadcast in, once all members have come."""
+    """Return rank 0 of the group that weights are broadcast in, once all have come."""
     from vllm.distributed.weight_transfer.nccl_common import trainer_init
 
     place = {"master_address": rendezvous.master_address, "master_port": rendezvous.master_port}
@@ -241,9 +234,9 @@ def join_as_trainer(rendezvous: NcclRendezvous) -> PyNcclCommunicator:
 
 
 def able(communicator: PyNcclCommunicator) -> PyNcclCommunicator:
-    """Return vLLM's communicator. Raises WeightTransferError if it has switched itself off, which vLLM does silently.
+    """Raise WeightTransferError if the communicator has switched itself off, which vLLM does silently.
 
-    Its broadcast does nothing then, and an engine would load whatever lay in the memory of its buffer.
+    Its broadcast then does nothing, and an engine loads whatever its buffer held.
     """
     if communicator.disabled or not communicator.available:
         raise WeightTransferError(

@@ -1,8 +1,4 @@
-"""Ways for weights into a vLLM worker, registered with vLLM's own weight-transfer interface.
-
-vLLM drives them (`start_weight_update`, `update_weights`, `finish_weight_update`) in each worker process.
-`RolloutWorkerExtension` is what makes a worker process import this module, and so the registration.
-"""
+"""Ways for weights into a vLLM worker, registered with vLLM's own weight-transfer interface."""
 
 from __future__ import annotations
 
@@ -33,31 +29,28 @@ VERIFY_SUFFIX = "_verified"
 
 
 def transfer_config(backend: str, verify: bool) -> WeightTransferConfig:
-    """Return vLLM's configuration for one of our backends, with digests of what arrives or without."""
     return WeightTransferConfig(backend=f"{ENGINE_PREFIX}{backend}{VERIFY_SUFFIX if verify else ''}")
 
 
 class RolloutWorkerExtension:
-    """Methods that every vLLM worker gets besides its own, for collective_rpc."""
+    """Methods for collective_rpc; its import in a worker registers this module's engines."""
 
     weight_transfer_engine: Any
     model_runner: Any
 
     def end_with(self, parent: int) -> None:
-        """Have the kernel end this process if `parent`, which started it, ends: vLLM's engine core would wait for ever."""
+        """Have the kernel end this process with `parent`: vLLM's engine core would wait for ever."""
         die_with(parent)
 
     def sample_by_counters(self) -> bool:
-        """Make the sampler of a worker on CPUs draw from seeds and positions. Returns whether it does."""
         return CounterSampler(self.model_runner).install()
 
     def received_weight_digests(self) -> dict[str, str]:
-        """Return the digest of every tensor as it arrived in the last update; empty when not verifying."""
         return dict(getattr(self.weight_transfer_engine, "received_digests", {}))
 
 
 class _RecordingModel:
-    """Stands in for the model while tensors are loaded and keeps a digest of each one."""
+    """Keeps a digest of each tensor that is loaded into the model."""
 
     def __init__(self, model: torch.nn.Module, digests: dict[str, str]) -> None:
         self._model = model
@@ -73,8 +66,6 @@ class _RecordingModel:
 
 
 class _Verified:
-    """Mixed into a transfer engine: keeps digests of what arrives."""
-
     model: Any
     received_digests: dict[str, str]
 
@@ -93,13 +84,11 @@ class _Verified:
 
 @dataclass
 class NoInitInfo(WeightTransferInitInfo):
-    """The empty start information: the object store needs no rendezvous."""
+    """The object store needs no rendezvous."""
 
 
 @dataclass
 class BucketUpdateInfo(WeightTransferUpdateInfo):
-    """One bucket whose bytes are in host memory: the fields of `WeightBucket`."""
-
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
@@ -107,11 +96,10 @@ class BucketUpdateInfo(WeightTransferUpdateInfo):
 
 
 class ObjectStoreEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
-    """Loads buckets from host memory, on CPU and on GPU.
+    """Loads buckets from host memory.
 
-    vLLM's layerwise reload does what a plain `load_weights` cannot: a worker that packed its weights into
-    another layout at start has dropped the originals, so each layer is rebuilt empty, loaded, packed
-    again and copied over the old one. A layer's tensors are held until the last of them has come.
+    vLLM's layerwise reload rebuilds each layer empty, loads and packs it, and copies it over the old one: a
+    worker that packed its weights has dropped the originals.
     """
 
     init_info_cls = NoInitInfo
@@ -139,12 +127,11 @@ class ObjectStoreEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
 
-    def shutdown(self) -> None:
-        """Do nothing: no memory is held between updates."""
+    def shutdown(self) -> None: ...
 
 
 class IpcEngine(IPCWeightTransferEngine):
-    """vLLM's own, for handles without classes (`plain_handle`), as messages between processes can hold them."""
+    """vLLM's own, for handles without classes (`plain_handle`)."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         handles = {uuid: whole_handle(handle) for uuid, handle in update_info["ipc_handles"].items()}
@@ -153,13 +140,13 @@ class IpcEngine(IPCWeightTransferEngine):
 
 @dataclass(kw_only=True)
 class NcclInitInfo(NCCLWeightTransferInitInfo):
-    """The meeting point of a group, and how long a member waits there for the others."""
+    """A meeting point, and how long a member waits there."""
 
     timeout_s: float
 
 
 class NcclEngine(NCCLWeightTransferEngine):
-    """vLLM's own, which may be connected anew at any time: members of its group can be lost after an update has begun."""
+    """vLLM's own, which may connect anew at any time: members can be lost in an update."""
 
     init_info_cls = NcclInitInfo  # type: ignore[assignment]
 
