@@ -9,8 +9,7 @@ from grpo_rl.config import recipes
 from grpo_rl.errors import did_you_mean
 
 RECIPE = "recipe"
-HIDDEN = ("base", "verl", "hydra")
-"""Folders of conf/ of which nothing is chosen by a plain word."""
+HIDDEN = ("base", "verl", "hydra")  # no plain word chooses among their files
 
 
 def groups(folders: Sequence[Path]) -> list[str]:
@@ -25,7 +24,6 @@ def options(folders: Sequence[Path], group: str) -> list[str]:
 
 
 def problem(folders: Sequence[Path], group: str, name: str) -> str | None:
-    """Return what is wrong with the choice of `name`, with the nearest one; None if there is such a choice."""
     if group == RECIPE:
         return recipes.problem(name)
     known = options(folders, group)

@@ -41,24 +41,21 @@ def _parser() -> argparse.ArgumentParser:
 @dataclass(frozen=True, slots=True)
 class Command:
     options: argparse.Namespace
-    folders: Sequence[Path]
-    """The folders of primary files and choices, the first one first."""
+    folders: Sequence[Path]  # of primary files and choices, the first one first
     config_name: str
     line: Line
-    rest: Sequence[str]
-    """The words that are no options, as they were typed."""
+    rest: Sequence[str]  # words that are no options, as typed
     recipe_is_default: bool
-    """True if neither a recipe, a model nor data were named: the embedded model learns the embedded task."""
+    """Neither a recipe, a model nor data were named: the embedded model learns the embedded task."""
 
     @property
     def other_work(self) -> list[str]:
-        """The options that ask for anything but a configuration."""
         of_files = ("config_path", "config_name", "config_dir")
         return [name.replace("_", "-") for name, value in vars(self.options).items() if value and name not in of_files]
 
     @property
     def shown(self) -> list[str]:
-        """The options that let Hydra print something instead of a run."""
+        """Options that let Hydra print something instead of a run."""
         options = self.options
         names = [name for name in ("help", "hydra_help", "shell_completion") if getattr(options, name)]
         words = [f"--{name.replace('_', '-')}" for name in names]
@@ -72,8 +69,7 @@ class Command:
 
 
 def read(argv: Sequence[str]) -> Command:
-    """Return a command line, whatever is wrong with its settings (`line.problems`). Raises ConfigError for wrong options."""
-    # An option without its value, as `--cfg`, would take the next word for it.
+    """Read a command line; wrong settings go to `line.problems`. Raises ConfigError for wrong options."""
     options, rest = _parser().parse_known_args(_with_values(argv))
     folders, config_name, problems = _primary(options)
     line = overrides.read(rest, folders)
@@ -86,7 +82,7 @@ def read(argv: Sequence[str]) -> Command:
 
 
 def _with_values(argv: Sequence[str]) -> list[str]:
-    """Return the words with the usual value after `--cfg` and `--info` if none stands there."""
+    """Add the usual value after `--cfg` and `--info` if none follows; argparse would take the next word."""
     words: list[str] = []
     for word, following in itertools.zip_longest(argv, argv[1:]):
         words.append(word)
@@ -98,7 +94,6 @@ def _with_values(argv: Sequence[str]) -> list[str]:
 
 
 def _primary(options: argparse.Namespace) -> tuple[list[Path], str, list[str]]:
-    """Return the folders of files, the name of the primary one, and what is wrong with the options that say so."""
     conf, problems = recipes.conf(), []
     path, name, added = ((getattr(options, key) or "").strip("'\"") for key in ("config_path", "config_name", "config_dir"))
     name = (name or PRIMARY).removesuffix(".yaml")
@@ -122,5 +117,5 @@ def _primary(options: argparse.Namespace) -> tuple[list[Path], str, list[str]]:
         folders += hydra_files.searched(holders[0] / f"{name}.yaml")
     except ConfigError as error:
         problems += error.problems
-    # A file of the user's own with the name of the package's: that one is still found by its name.
+    # A user's file with the name of the package's: the package's is still found by its name.
     return folders, f"./{name}" if name == PRIMARY and holders[0] != conf else name, problems

@@ -35,38 +35,28 @@ from grpo_rl.errors import ConfigError
 
 VERSION_BASE = "1.3"
 _LOCK = RLock()
-_RAISE = "HYDRA_FULL_ERROR"
-"""Set, Hydra raises instead of printing and ending the process."""
+_RAISE = "HYDRA_FULL_ERROR"  # makes Hydra raise instead of printing and ending the process
 _HYDRAS_ERRORS = (HydraException, OmegaConfBaseException, ValueError, AssertionError)
 T = TypeVar("T")
-_BEGIN = re.compile(r"(\\*)\$\{")
-"""The beginning of an expression, and the backslashes before it."""
+_BEGIN = re.compile(r"(\\*)\$\{")  # an expression's beginning, with the backslashes before it
 
 
 @dataclass(frozen=True, slots=True)
 class Composed:
     config: Config
     resolved: dict[str, Any]
-    """All keys with their values, to be saved and shown: what came from the environment stays `${oc.env:NAME}`, secrets are hidden."""
+    """To be saved and shown: values from the environment stay `${oc.env:NAME}`, secrets are hidden."""
     recipe: str | None
     recipe_is_default: bool
-    """True if neither a recipe, a model nor data were named: the embedded model learns the embedded task."""
-    overrides: tuple[str, ...]
-    """The words of the command line, secrets hidden."""
-    notes: tuple[str, ...] = ()
-    """Keys that were given and have no meaning here: one line each, for the plan."""
+    overrides: tuple[str, ...]  # words of the command line, secrets hidden
+    notes: tuple[str, ...] = ()  # keys that were set and have no meaning here: a line each, for the plan
 
     def yaml(self) -> str:
-        """`resolved` as a YAML file that can be given again as `recipe=FILE`."""
         return to_yaml(self.resolved)
 
 
 def compose(argv: Sequence[str]) -> Composed:
-    """Return the configuration that the words `key=value`, `recipe=NAME` and `~key` of a command line describe.
-
-    Raises ConfigError with one line per problem, all that were found: misspelt keys with the nearest ones,
-    values of the wrong type or out of range, keys of verl's with what to use instead, unreadable recipes.
-    """
+    """Raises ConfigError with a line for each problem."""
     command = read(argv)
     command.line.problems += [f"--{name}: is for python -m grpo_rl.main" for name in command.other_work]
     with hydra_files.reading(command.folders, command.config_name) as reading:
@@ -74,10 +64,8 @@ def compose(argv: Sequence[str]) -> Composed:
 
 
 def as_words(settings: Sequence[str | Mapping[str, Any] | DictConfig], folder: Path) -> list[str]:
-    """Return the words of a command line; a configuration that Hydra has composed becomes a recipe in `folder`.
-
-    Relative paths start in the current folder. Raises ConfigError for something else.
-    """
+    """Return a command line in which a configuration that Hydra composed is a recipe file in `folder`, its
+    relative paths made absolute. Raises ConfigError for anything else."""
     words: list[str] = []
     for entry in settings:
         if isinstance(entry, str):
@@ -93,7 +81,7 @@ def as_words(settings: Sequence[str | Mapping[str, Any] | DictConfig], folder: P
 
 
 def launch(command: Command, argv: Sequence[str], work: Callable[[Composed], T]) -> T:
-    """Do the work on what Hydra's main composes of a command line, and return its result. Raises as `compose` and `work` do."""
+    """Return the result of `work` on what Hydra's main composes. Raises as `compose` and `work` do."""
     results: list[T] = []
     errors: list[BaseException] = []
     with hydra_files.reading(command.folders, command.config_name) as reading:
@@ -117,7 +105,7 @@ def launch(command: Command, argv: Sequence[str], work: Callable[[Composed], T])
 
 
 def print_asked(command: Command) -> int:
-    """Let Hydra print what the options ask for, without secrets. Raises ConfigError for what is wrong with words and files."""
+    """Let Hydra print what the options ask for. Raises ConfigError for problems of words and files."""
     with hydra_files.reading(command.folders, command.config_name) as reading:
         words = command.words
         if command.options.shell_completion:
@@ -137,7 +125,6 @@ def print_asked(command: Command) -> int:
 def main_of_hydra(
     command: Command, task: Callable[[DictConfig], Any], *options: str, words: Sequence[str] | None = None
 ) -> None:
-    """Run `hydra.main`: it composes the words of the command and calls the task, or does what the options say."""
     start = hydra.main(version_base=VERSION_BASE, config_path=str(command.folders[0]), config_name=command.config_name)
     argv, environment = sys.argv, os.environ.get(_RAISE)
     sys.argv, os.environ[_RAISE] = [argv[0], *options, *(command.words if words is None else words)], "1"
@@ -153,7 +140,7 @@ def main_of_hydra(
 
 
 def read(argv: Sequence[str]) -> Command:
-    """Return the command line, and remember what it has of secrets."""
+    """Return the command line, and hide the secrets in it from now on."""
     secrets.remember_environment()
     typed = (word.partition("=")[2] for word in argv if is_secret(word))
     secrets.remember(value.strip("'\"") for value in typed if "${" not in value)
@@ -166,7 +153,6 @@ def _checked_at_once(command: Command, reading: Reading, argv: Sequence[str]) ->
 
 
 def _hydras(command: Command) -> tuple[list[str], DictConfig]:
-    """Return what Hydra composes, or what it says against it and an empty mapping."""
     with _LOCK, _no_outer_hydra(), initialize_config_dir(str(command.folders[0]), version_base=VERSION_BASE):
         try:
             return [], hydra.compose(command.config_name, command.words)
@@ -176,7 +162,7 @@ def _hydras(command: Command) -> tuple[list[str], DictConfig]:
 
 @contextmanager
 def _no_outer_hydra() -> Iterator[None]:
-    """Put the Hydra of a program that composes within its own `@hydra.main` aside: there is one in a process."""
+    """Put aside the Hydra of a program that composes within its own `@hydra.main`: a process has one."""
     outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
     try:
         yield
@@ -187,7 +173,7 @@ def _no_outer_hydra() -> Iterator[None]:
 def checked(
     composed: DictConfig, command: Command, reading: Reading, argv: Sequence[str], problems: Sequence[str] = ()
 ) -> Composed:
-    """Return the configuration that Hydra has composed of a command line. Raises ConfigError as `compose`."""
+    """Raises ConfigError as `compose`."""
     line = command.line
     problems = [*line.problems, *reading.problems, *problems]
     of_files = reading.settings.values()
@@ -224,7 +210,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _implied(tree: dict[str, Any], named_keys: Collection[str]) -> Iterator[str]:
-    """Set what follows from other keys if nobody has `named_keys` it, and yield a line for each: the KL's place, an adapter's shape."""
+    """Set what follows from other keys and is not among `named_keys`, with a line for each."""
     verl_answers.in_lists(tree["algorithm"]["rollout_correction"])
     parts, actor = tree["actor_rollout_ref"], "actor_rollout_ref.actor.use_kl_loss"
     if tree["algorithm"]["use_kl_in_reward"] and actor not in named_keys:
@@ -237,7 +223,7 @@ def _implied(tree: dict[str, Any], named_keys: Collection[str]) -> Iterator[str]
         adapter = json.loads((Path(str(folder)).expanduser() / "adapter_config.json").read_text(encoding="utf-8"))
         shape = {"lora_rank": adapter["r"], "lora_alpha": adapter["lora_alpha"], "target_modules": adapter["target_modules"]}
     except (OSError, ValueError, TypeError, LookupError):
-        return  # what lacks is said by the checks
+        return  # the checks report it
     for name, value in shape.items():
         if f"{prefix}{name}" not in named_keys:
             parts["model"][name] = [value] if isinstance(value, str) else value
@@ -249,11 +235,8 @@ def to_yaml(tree: Mapping[str, Any]) -> str:
 
 
 def _resolve(composed: DictConfig, problems: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return all values with `${...}` filled in, and the same with values from the environment left as expressions.
-
-    An expression that refers to a value from the environment is left as one, too. Keys whose expression
-    cannot be resolved become problems and fall back to their defaults.
-    """
+    """Return all values with `${...}` filled in, and the same with those from the environment left as
+    expressions. Keys that cannot be resolved become problems and get their defaults."""
     failed: set[str] = set()
     raw: Any = None
     while raw is None:
@@ -275,7 +258,6 @@ def _resolve(composed: DictConfig, problems: list[str]) -> tuple[dict[str, Any],
 
 
 def _guard_environment(node: Any) -> None:
-    """Escape every expression that reads the environment, so that resolving leaves it as it stands."""
     for position in list(node.keys() if OmegaConf.is_dict(node) else range(len(node))):
         child = node._get_node(position)
         if OmegaConf.is_interpolation(node, position):
@@ -288,7 +270,7 @@ def _guard_environment(node: Any) -> None:
 
 
 def _shareable(config: Config, raw: dict[str, Any], safe: dict[str, Any]) -> dict[str, Any]:
-    """Return every key of `config`; if `safe` differs from `raw` it holds an expression, which takes the value's place."""
+    """Return every key of `config`; where `safe` differs, its expression takes the value's place."""
 
     def merge(value: Any, raw_value: Any, safe_value: Any, key: str) -> Any:
         if raw_value != safe_value and not isinstance(value, dict | list):
@@ -311,12 +293,12 @@ def _shareable(config: Config, raw: dict[str, Any], safe: dict[str, Any]) -> dic
 
     shareable = merge(dataclasses.asdict(config), raw, safe, "")
     assert isinstance(shareable, dict)
-    # The file is a recipe in another folder, and has to mean the same there.
+    # The file is a recipe in another folder, and must mean the same there.
     return nested(relative_paths.from_folder(flat(shareable), Path.cwd()))
 
 
 def _escaped(value: Any) -> Any:
-    """Return text that happens to hold `${` so that it is read as text again."""
+    """Escape `${` in text, so that it is read as text again."""
     if isinstance(value, str):
         return _BEGIN.sub(lambda match: f"{match[1] * 2}\\${{", secrets.redact(value))
     return [_escaped(entry) for entry in value] if isinstance(value, list) else value
@@ -327,7 +309,7 @@ def _hide_secret(word: str) -> str:
 
 
 def _own_code_in_recipe(config: Config, line: Line) -> Iterator[str]:
-    """Yield a line if a recipe allows the code of a model folder to run, which only the user may allow."""
+    """Only the user may allow a model folder's code to run, not a recipe."""
     for key in inputs.allows_code(config):
         if key not in line.keys:
             yield f"{key}=true: stands in the recipe; running a model folder's own code has to be typed: {key}=true on the command line"

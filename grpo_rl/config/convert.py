@@ -1,8 +1,5 @@
-"""Conversion of a composed mapping to the frozen Config, or to the list of everything that is wrong with it.
-
-Hydra and OmegaConf accept any value for any key (`n=8.5`, `lr=1e400`, a misspelt key in a file), so the
-rules are enforced here, for all keys at once.
-"""
+"""Conversion of a composed mapping to the frozen Config, or to a list of all its problems: OmegaConf takes
+any value for any key."""
 
 from __future__ import annotations
 
@@ -25,8 +22,8 @@ class _Wrong(Exception):
 
 
 def convert_or_explain(raw: Mapping[str, Any]) -> tuple[Config, list[str]]:
-    """Return the Config that `raw` describes, and a line for each problem: unknown keys, wrong types, values out of range or not
-    among the choices. Keys that are not in it, or have a problem, have their defaults."""
+    """Return the Config that `raw` describes and a line for each problem; keys that are missing or wrong have
+    their defaults."""
     problems: list[str] = []
     config: Config = section(Config, raw, "", problems)
     return config, problems
@@ -42,7 +39,6 @@ def value_problem(key: str, value: Any) -> str | None:
 
 
 def unknown_key(key: str, where: str = "") -> str:
-    """Return the line for a key that is not in the schema, with the nearest ones."""
     if suggestions := nearest(key):
         hint = f"Did you mean {' or '.join(suggestions)}?"
     elif siblings(key):
@@ -53,7 +49,8 @@ def unknown_key(key: str, where: str = "") -> str:
 
 
 def section(kind: type, raw: Any, prefix: str, problems: list[str]) -> Any:
-    """Return the dataclass `kind`, built from `raw`; a field with a problem keeps its default. `prefix` is its key and a dot."""
+    """Build the dataclass `kind` from `raw`; a field with a problem keeps its default. `prefix` is its key
+    and a dot."""
     if not isinstance(raw, Mapping):
         example = next((key for key in leaves() if key.startswith(prefix)), "its keys")
         problems.append(f"{prefix[:-1]}={show(raw)}: is a group of keys, not a value. Set {example}=...")
@@ -86,7 +83,7 @@ def _problem(key: str, value: Any, kind: Kind, wrong: str) -> str:
 
 
 def _value(kind: Kind, value: Any) -> Any:
-    """Convert `value` to the key's type. Only conversions that lose nothing are made."""
+    """Convert `value` to the key's type, without loss."""
     if value is None:
         if kind.optional:
             return None
@@ -172,7 +169,7 @@ def _float(value: Any) -> float:
 
 
 def show(value: Any) -> str:
-    """Return a value as it is written on the command line, shortened when it is very long."""
+    """Return a value as it is written on the command line, shortened if very long."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -182,7 +179,7 @@ def show(value: Any) -> str:
     elif isinstance(value, Mapping):
         text = "{" + ",".join(f"{name}: {show(entry)}" for name, entry in value.items()) + "}"
     else:
-        # Python refuses to write down a number of more than 4,300 digits.
+        # Python refuses to convert integers of more than 4,300 digits to decimal.
         text = f"{value:#x}" if isinstance(value, int) and value.bit_length() > 1000 else str(value)
     text = "".join(char if char.isprintable() else char.encode("unicode_escape", "replace").decode() for char in text)
     return text if len(text) <= 120 else text[:100] + f"... ({len(text)} characters)"

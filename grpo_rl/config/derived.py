@@ -1,8 +1,4 @@
-"""Values that follow from a configuration and a machine without any heavy import; the rules between keys and the plan
-use them.
-
-The decisions of a run are made in plan/decisions.py, and only from these functions if one of them says it already.
-"""
+"""Values that follow from a configuration and a machine without a heavy import."""
 
 from __future__ import annotations
 
@@ -18,60 +14,43 @@ from grpo_rl.config.schema.tree import Config, ModelConfig, ProfilerConfig
 from grpo_rl.errors import ConfigError
 from grpo_rl.registry import load_function, versions_ahead_of
 
-LABEL_LOSSES = ("kto",)
-"""The registered losses over single answers that are desirable or not."""
-PAIR_LOSSES = ("dpo", "dpo_hinge", "ipo", "simpo", "orpo", *LABEL_LOSSES)
-"""The registered losses over preferences, most of which compare the two sides of pairs."""
-VALUE_ESTIMATORS = ("gae",)
-"""The registered advantage estimators that read the values of a critic."""
-PAIR_AVERAGE = "seq-mean-token-mean"
-"""The average of losses over pairs if none is set: the mean over pairs."""
-OFFLINE = "offline"
-"""The schedule of a run whose trained responses are fixed, whatever `trainer.schedule` says."""
+LABEL_LOSSES = ("kto",)  # losses over single answers that are desirable or not
+PAIR_LOSSES = ("dpo", "dpo_hinge", "ipo", "simpo", "orpo", *LABEL_LOSSES)  # losses over preferences
+VALUE_ESTIMATORS = ("gae",)  # advantage estimators that read a critic's values
+PAIR_AVERAGE = "seq-mean-token-mean"  # the default average of losses over pairs: the mean over pairs
+OFFLINE = "offline"  # the schedule if responses are fixed, whatever `trainer.schedule` says
 
-ASYNC = "async"
-"""The schedule with the keys `trainer.asynchronous`. Its file is `asynchronous.py`: `async` is a word of Python."""
+ASYNC = "async"  # its module is `asynchronous.py`: `async` is a keyword of Python
 ITERATE = "iterate"
-"""The schedule of iterated training: the reference and the reward model are refreshed at the beginning of each iteration."""
 REWARD_MODEL = "reward_model"
 
-Pool = Literal["actor", "rollout", "teacher", "reward_model"]
-"""Roles that may have devices of their own."""
+Pool = Literal["actor", "rollout", "teacher", "reward_model"]  # roles that may have devices of their own
 
 
 COPIED_BYTES = 512 << 20
-"""The most bytes of a rank's state on a CPU that a save copies so that optimizer steps go on while a thread writes. A larger state
-is written as it lies, and the next optimizer step waits for that: it has the time of a step's sampling, and memory is short first."""
-MOST_ON_A_NODE = 32
-"""The most processes of one kind that a node gets unless the configuration says more."""
+"""Bytes of a rank's state on a CPU up to which a save copies it, so that training goes on while a thread
+writes. Memory is short first with a larger state: the next optimizer step waits for its write."""
+MOST_ON_A_NODE = 32  # default limit on a node's processes of one kind
 
 
 def processes_on(cores: int, number: int | None) -> int:
-    """Return the reward or environment processes of a node: their `number`, or half of the cores that the run's devices leave."""
+    """By default half of the cores that the run's devices leave."""
     return number or min(MOST_ON_A_NODE, max(1, cores // 2))
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A machine that a run is planned for, whether it is this one or not."""
-
     num_gpus: int
-    num_cpus: int
-    """Cores that the run's processes share."""
-    device: Literal["cuda", "cpu"]
-    """The device on which the models compute; trainer.device=auto is decided already."""
-    cluster: bool = False
-    """True if the workers run in a Ray cluster that this machine need not be part of."""
-    gpu_memory: int = 0
-    """Bytes of one GPU, if they are all alike; 0 if it was not looked up."""
-    name: str = ""
-    """The name of a machine that is not this one, such as 8xH100-80GB."""
+    num_cpus: int  # cores that the run's processes share
+    device: Literal["cuda", "cpu"]  # where the models compute; trainer.device=auto is decided already
+    cluster: bool = False  # the workers run in a Ray cluster that this machine need not be part of
+    gpu_memory: int = 0  # bytes of one GPU; 0 if they differ or were not looked up
+    name: str = ""  # of a machine that is not this one, such as 8xH100-80GB
     nodes: int = 1
-    host_memory: int = 0
-    """Bytes of host memory of each of them; 0 if it was not looked up."""
+    host_memory: int = 0  # bytes per node; 0 if it was not looked up
 
     def devices(self, config: Config, role: Pool) -> tuple[int, int]:
-        """Return the nodes of a role, and its devices on each: those of its own pool, or the actor's."""
+        """Return nodes and devices per node of a role's own pool, or of the actor's."""
         trainer, scorer = config.trainer, config.reward.reward_model
         per_node = trainer.n_gpus_per_node or (max(self.num_gpus, 1) if self.device == "cuda" else 1)
         pools: dict[str, Any] = {
@@ -90,14 +69,14 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchRule:
-    """The rule that cuts the rollouts of one rank into forward passes, by tokens or by rollouts; the other is None."""
+    """How a rank's rollouts are cut into forward passes: by tokens or by rollouts; the other is None."""
 
     max_tokens: int | None
     max_rollouts: int | None
     shares_prompts: bool = False
-    """True if responses to one prompt share its states in a pass, so that its tokens count once."""
+    """Responses to one prompt share its states in a pass, so that its tokens count once."""
     sequence_ranks: int = 1
-    """The ranks that compute each pass together, a slice of its tokens each; the other numbers are for all of them."""
+    """Ranks that compute each pass together, a slice of its tokens each; the limits are for all of them."""
 
     def __str__(self) -> str:
         size = f"<= {self.max_tokens:,} tokens" if self.max_tokens is not None else f"{self.max_rollouts} rollouts"
@@ -105,28 +84,27 @@ class MicroBatchRule:
 
 
 def is_offline(config: Config) -> bool:
-    """Return whether the responses that are trained stand fixed before training, instead of coming from the policy as it is."""
+    """Return whether the trained responses are fixed before training."""
     return config.data.responses != "policy" or trains_only_reward_model(config)
 
 
 def trains_pairs(config: Config) -> bool:
-    """Return whether the loss compares the two sides of pairs. A loss of the user's own is known only once it is imported."""
+    """A user's own loss is known only once it is imported."""
     loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
     return not trains_only_reward_model(config) and loss in PAIR_LOSSES
 
 
 def estimates_advantages(config: Config) -> bool:
-    """Return whether rewards are turned into advantages: not of given responses, nor of pairs, nor by a teacher alone."""
+    """Return whether rewards become advantages: not for fixed responses, pairs, or teachers alone."""
     return not is_offline(config) and not trains_pairs(config) and not learns_from_teachers_alone(config)
 
 
 def learns_from_teachers_alone(config: Config) -> bool:
-    """Return whether teachers are all that the policy learns from."""
     return config.distillation.enabled and not config.distillation.distillation_loss.use_task_rewards
 
 
 def teachers_of(config: Config) -> dict[str, TeacherConfig]:
-    """Return the teachers by name, none if distillation is not enabled. Raises ConfigError with all that is wrong with them."""
+    """Raises ConfigError with all problems of the teachers."""
     if not config.distillation.enabled:
         return {}
     key = "distillation.teacher_models"
@@ -148,30 +126,26 @@ def teachers_of(config: Config) -> dict[str, TeacherConfig]:
 
 
 def collects(config: Config) -> bool:
-    """Return whether a run samples the responses that it trains on once, from the policy that it starts with."""
+    """Return whether the trained responses are sampled once, from the initial policy."""
     return config.data.responses == "initial_policy"
 
 
 def samples_answers(config: Config) -> bool:
-    """Return whether anything is sampled and scored while training: if the responses are fixed, only to validate."""
+    """With fixed responses only validation samples and scores."""
     return not is_offline(config) or bool(config.data.val_prompt_files)
 
 
 def plays_episodes(config: Config) -> bool:
-    """Return whether rollouts are episodes of several turns, with an environment or tools."""
     return config.actor_rollout_ref.rollout.multi_turn.enable and samples_answers(config) and not collects(config)
 
 
 def is_iterated(config: Config) -> bool:
-    """Return whether the policy is trained in iterations, on the score of the reward model alone."""
     return config.trainer.schedule == ITERATE and not is_offline(config)
 
 
 def versions_ahead(config: Config) -> int | None:
-    """Return by how many versions the schedule samples ahead, as `registry.samples_ahead` declares it.
-
-    0: it samples and trains in turns; None: trainer.asynchronous.max_staleness. A schedule that cannot be loaded is reported elsewhere.
-    """
+    """Return how many versions the schedule samples ahead (`registry.samples_ahead`): 0 if it samples and
+    trains in turns or cannot be loaded, which is reported elsewhere; None: asynchronous.max_staleness."""
     name = config.trainer.schedule
     if is_offline(config) or is_iterated(config):
         return 0
@@ -185,37 +159,33 @@ def versions_ahead(config: Config) -> int | None:
 
 
 def overlaps(config: Config) -> bool:
-    """Return whether responses are sampled while the policy is trained, on devices of their own."""
     return versions_ahead(config) != 0
 
 
 def max_staleness(config: Config) -> int:
-    """Return the most versions by which the weights that sampled a token may be older than those that it trains."""
+    """Versions by which a token's sampling weights may be older than those that it trains."""
     versions = versions_ahead(config)
     return config.trainer.asynchronous.max_staleness if versions is None else versions
 
 
 def oldest_sampler(config: Config) -> int:
-    """Return the most steps by which the policy that sampled a token may be older than the one that it trains, replays included."""
+    """Steps, replayed groups included."""
     return max(max_staleness(config), config.algorithm.replay.max_age)
 
 
 def updates_in_flight(config: Config) -> bool:
-    """Return whether engines get new weights while responses are unfinished, which then go on with them."""
+    """Return whether engines get new weights under unfinished responses."""
     return versions_ahead(config) is None and max_staleness(config) > 0 and config.trainer.asynchronous.partial_rollout
 
 
 def policy_steps(total: int, reward_model_steps: int, steps_per_iteration: int) -> int:
-    """Return how many of the first `total` training steps train the policy.
-
-    An iteration's first `reward_model_steps` steps train the reward model, its other `steps_per_iteration` the policy.
-    """
+    """Each iteration begins with `reward_model_steps` steps that do not train the policy."""
     iterations, rest = divmod(total, reward_model_steps + steps_per_iteration)
     return iterations * steps_per_iteration + max(0, rest - reward_model_steps)
 
 
 def collection(config: Config) -> Config:
-    """Return the configuration of the phase in which a run collects its responses: it answers every training prompt once."""
+    """The phase that collects responses answers every training prompt once."""
     data = config.data
     values = {
         "data.responses": "policy",
@@ -230,12 +200,12 @@ def collection(config: Config) -> Config:
 
 
 def settled(config: Config) -> Config:
-    """Return the configuration with the settings that its schedule and its loss fix, whatever their keys say.
+    """Return the configuration with the settings that schedule and loss fix; `effects.py` refuses keys
+    against them.
 
-    A loss over pairs is averaged over pairs, and has no KL term beside it: it compares with the reference by itself.
-    If tokens may be older than the weights that they train, the ratio is taken against the policy that sampled them, unless
-    another correction is configured. Training on rows takes one optimizer step on each batch, on the distribution that the model itself has, without a KL
-    term. Keys that say otherwise are refused before (`effects.py`).
+    Losses over pairs average over pairs, without a KL term: they compare with the reference themselves. If
+    tokens may be stale, the ratio is to the policy that sampled them, unless another correction is
+    configured. Rows are trained in one optimizer step per batch, at temperature 1, without a KL term.
     """
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     values: dict[str, Any] = {}
@@ -252,8 +222,8 @@ def settled(config: Config) -> Config:
         values |= {f"{actor}.shuffle": False, f"{actor}.use_kl_loss": False, "data.gen_batch_size": None}
         values |= {f"{rollout}.n": 2 if pairs else 1, f"{rollout}.temperature": 1.0}
         if trains_only_reward_model(config):
-            # It takes the policy's place: its folder is what tokenizer and sizes are read from. Nothing samples with it, and
-            # transformers' engine refuses no model.
+            # It takes the policy's place: tokenizer and sizes are read from its folder. Nothing samples with
+            # it; engine hf refuses no model.
             model = ModelConfig(scorer.model_path or "", scorer.tokenizer_path, scorer.trust_remote_code)
             values |= {"actor_rollout_ref.model": model, f"{rollout}.name": "hf"}
         else:
@@ -270,10 +240,7 @@ def longest_sequence(config: Config) -> int:
 
 
 def pass_rule(config: Config, role: Literal["actor", "old", "ref", "critic"]) -> MicroBatchRule:
-    """Return the rule for the passes of a role; without settings of its own they are cut like the actor's update.
-
-    `old` are the actor's passes for old log-probs, whose keys are those of the rollout, as in verl.
-    """
+    """By default a role's passes are cut as the actor's update. `old`: passes for old log-probs."""
     parts, critic = config.actor_rollout_ref, config.critic
     actor, rollout, ref, ranks = parts.actor, parts.rollout, parts.ref, parts.actor.ulysses_sequence_parallel_size
     # With adapters the reference is the base model in the actor's ranks.
@@ -307,12 +274,12 @@ def pass_rule(config: Config, role: Literal["actor", "old", "ref", "critic"]) ->
 
 
 def lm_head_chunk(tokens: int | None, vocabulary: int) -> int:
-    """Return the trained tokens whose logits exist at the same time, for model.lm_head_chunk_tokens: up to 64 MiB of one tensor."""
+    """By default the logits of a chunk have 64 MiB, of at least 2048 tokens."""
     return tokens or max(2048, 2**24 // vocabulary)
 
 
 def may_have_critic(config: Config) -> bool:
-    """Return whether the estimator reads values. One of the user's own is known only once it is imported."""
+    """A user's own estimator is known only once it is imported."""
     estimator = config.algorithm.adv_estimator
     return estimates_advantages(config) and (estimator in VALUE_ESTIMATORS or ":" in estimator)
 
@@ -322,12 +289,11 @@ def critic_has_own_model(config: Config) -> bool:
 
 
 def is_colocated(config: Config) -> bool:
-    """Return whether engines share the actor's devices."""
     return config.actor_rollout_ref.rollout.nnodes == 0
 
 
 def nodes_per_engine(config: Config, machine: Machine) -> int:
-    """Return the number of nodes over which one engine is spread: more than one if its devices are more than a node's."""
+    """Return the nodes over which one engine is spread, 1 if a node has enough devices."""
     return max(1, config.actor_rollout_ref.rollout.tensor_model_parallel_size // machine.devices(config, "rollout")[1])
 
 
@@ -341,18 +307,16 @@ def gen_batch_size(config: Config) -> int:
 
 
 def has_kl_in_loss(config: Config) -> bool:
-    """Return whether the loss has a KL term that is not 0 everywhere."""
     actor = config.actor_rollout_ref.actor
     return actor.use_kl_loss and actor.kl_loss_coef > 0
 
 
 def has_kl_in_reward(config: Config) -> bool:
-    """Return whether the reward has a KL penalty that is not 0 everywhere."""
     return config.algorithm.use_kl_in_reward and config.algorithm.kl_ctrl.kl_coef > 0
 
 
 def trains_reward_model(config: Config) -> bool:
-    """Return whether the run trains its reward model. A schedule of the user's own may."""
+    """A user's own schedule may train the reward model."""
     if is_iterated(config):
         return config.trainer.iterate.reward_model_steps > 0
     return trains_only_reward_model(config) or ":" in config.trainer.schedule
@@ -363,12 +327,11 @@ def trains_only_reward_model(config: Config) -> bool:
 
 
 def has_judge(config: Config) -> bool:
-    """Return whether a language model behind an endpoint judges the responses for the reward, and not only in its audit."""
+    """Return whether a judge's score is part of the reward, instead of an audit."""
     return config.reward.judge.base_url is not None and "judge" not in config.reward.audit
 
 
 def scores_steps_by_model(config: Config) -> bool:
-    """Return whether a reward model gives the rewards of reasoning steps."""
     return config.reward.reward_model.enable and config.reward.reward_model.step_separator is not None
 
 
@@ -382,6 +345,6 @@ def profilers_of(config: Config) -> dict[str, ProfilerConfig]:
 
 
 def max_num_seqs(config: Config, device: str) -> int:
-    """Return the most responses that one replica samples at once: by default no more than a pass has tokens."""
+    """Return the most responses that one replica samples at once, at most one per token of a pass."""
     rollout = config.actor_rollout_ref.rollout
     return rollout.max_num_seqs or min(1024 if device == "cuda" else 256, rollout.max_num_batched_tokens)

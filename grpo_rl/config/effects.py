@@ -1,9 +1,8 @@
-"""The one mechanism against settings that do nothing: which keys a run does not read, and why.
+"""Which keys a run does not read, and why: no setting may silently do nothing.
 
-What a key needs is written beside it in the schema (`schema/kinds.py: field`); what follows from several keys together is in
-the rules here. `as_read` is the configuration without the keys that nothing reads, and the plan is made of it: no process can see
-what is said to have no effect. A key that was set and that `as_read` has not kept is refused; a harmless one is noted in the plan,
-because people set these by habit (verl's commands give sizes to passes that do not exist).
+A key's own needs stand in the schema (`kinds.field`), what follows from several keys in the rules here. The
+plan is made of `as_read`, the configuration without unread keys, so that no process sees them. Unread keys
+that were set are refused, harmless ones noted: verl's commands give sizes to passes that do not exist.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ SCORER, JUDGE, RAY = "reward.reward_model", "reward.judge", "ray_kwargs.ray_init
 DISTANCE = "distillation.distillation_loss"
 
 Rule = tuple[bool, str, str]
-"""If it is true, these keys, and the keys of these parts of a run, have no effect, for this reason."""
+"""If true, these keys, and those of these parts of a run, have no effect, for this reason."""
 
 _BY_TOKEN = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 ESTIMATES = (*_BY_TOKEN, *(f"{name}+" for name in _BY_TOKEN), "k3_unbiased")
-"""The distances to a teacher by the sampled token: the names of KL estimators."""
+"""Distances to a teacher by the sampled token: the names of KL estimators."""
 
 
 def problems(config: Config, machine: Machine) -> Iterator[str]:
-    """Yield a line for each key that was set, has no effect in this run, and may have been meant to change what is learned."""
+    """Yield a line for each unread key that was set and may have been meant to change what is learned."""
     for key, reason in _unread(config, machine).items():
         if not (leaf := leaves()[key]).harmless:
             remedy = f"leave it out, or set it to {show(leaf.default)} where the recipe has it"
@@ -40,11 +39,8 @@ def problems(config: Config, machine: Machine) -> Iterator[str]:
 
 
 def notes(config: Config, machine: Machine, *, reference: str, old_logprobs: bool) -> Iterator[str]:
-    """Yield a line for each harmless key that was set and has no effect in this run.
-
-    `reference` is who computes the reference's log-probs: its own ranks, the actor's, or nobody; `old_logprobs`: the actor makes
-    a pass for old log-probs.
-    """
+    """Yield a line for each harmless unread key that was set. `reference`: who computes its log-probs (its
+    own ranks, the actor, nobody); `old_logprobs`: the actor makes a pass for them."""
     of_plan = [
         (reference == "actor", f"{REF}.fsdp_config.* {REF}.ulysses_*", "the reference is the base model in the actor's ranks"),
         (reference == "nobody", f"{REF}.*", "no reference runs"),
@@ -63,13 +59,13 @@ def notes(config: Config, machine: Machine, *, reference: str, old_logprobs: boo
 
 
 def as_read(config: Config, machine: Machine) -> Config:
-    """Return the configuration as the run reads it: every key without an effect has its default."""
+    """Every key without an effect has its default here."""
     run: Config = replaced(config, {key: leaves()[key].default for key in _unread(config, machine)})
     return run
 
 
 def refusals(config: Config, names: str, reason: str) -> list[str]:
-    """Return the refusals of those keys among `names`, of a rule, that were set and are known to have no effect."""
+    """Return refusals of the keys among a rule's `names` that were set."""
     return [
         f"{leaf.key}={show(value_of(config, leaf.key))}: has no effect in this run: {reason}; leave it out"
         for leaf in _set_keys(config)
@@ -82,7 +78,7 @@ def _set_keys(config: Config) -> list[Leaf]:
 
 
 def _unread(config: Config, machine: Machine, of_plan: Iterable[Rule] = ()) -> dict[str, str]:
-    """Return the keys that were set and that nothing reads, each with the first reason: by a rule, by a need, by the plan."""
+    """Return the unread keys that were set, each with its first reason: by a rule, a need, or the plan."""
     rules = rules_of(config, machine)
     facts = replaced(config, {"trainer.device": machine.device})
     reasons: dict[str, str] = {}
@@ -95,7 +91,7 @@ def _unread(config: Config, machine: Machine, of_plan: Iterable[Rule] = ()) -> d
 
 
 def rules_of(config: Config, machine: Machine) -> list[Rule]:
-    """Return the rules for keys that nothing in this run reads, of which the first that holds for a key gives the reason."""
+    """The first rule that holds for a key gives the reason."""
     mode = _of_reward_model(config) if derived.trains_only_reward_model(config) else _of_schedule(config)
     return [*mode, *_of_learning(config), *_of_sampling_and_rewards(config, machine), *_of_sizes(config, machine)]
 
@@ -105,7 +101,7 @@ def _reason(rules: Iterable[Rule], leaf: Leaf) -> str | None:
 
 
 def _is_named(leaf: Leaf, names: str) -> bool:
-    """Return whether a key, or its part, is among the names, of which `KEYS*` stands for all that begin so."""
+    """`KEYS*` among the names stands for all keys that begin so."""
     return any(
         leaf.key.startswith(name[:-1]) if name.endswith("*") else name in (leaf.key, leaf.part) for name in names.split()
     )
@@ -113,7 +109,7 @@ def _is_named(leaf: Leaf, names: str) -> bool:
 
 @cache
 def full_need(section: str, need: str) -> tuple[str, str]:
-    """Return the condition of a need with full keys, and the reason if it is not met."""
+    """Return a need's condition with full keys, and the reason if it is not met."""
 
     def full_key(match: re.Match[str]) -> str:
         name = match[1]
@@ -139,7 +135,7 @@ def _is_met(config: Config, needed: str) -> bool:
         elif isinstance(value, list):
             holds = value_text in value
         else:
-            # A function of the user's own, `file.py:name`, may read whatever it likes.
+            # A user's own function, `file.py:name`, may read anything.
             holds = value_text == show(value) or (":" in str(value) and value_text != "null")
         if holds:
             return True
@@ -147,7 +143,6 @@ def _is_met(config: Config, needed: str) -> bool:
 
 
 def _of_reward_model(config: Config) -> list[Rule]:
-    """The schedule that trains a reward model and no policy."""
     loss = config.reward.reward_model.train.loss
     unread_columns = f"{SCORER}.step_separator" if loss == "bradley_terry" else "pairs"
     return [
@@ -159,7 +154,6 @@ def _of_reward_model(config: Config) -> list[Rule]:
 
 @cache
 def _all_but_reward_models() -> str:
-    """Return the keys that the training of a reward model does not read."""
     scorer = "train. model_path tokenizer_path trust_remote_code step_separator max_token_len_per_gpu dtype param_offload"
     read = (*(f"{SCORER}.{name}" for name in scorer.split()), f"{A}.checkpoint.", "data.", "trainer.", "ray_kwargs.")
     unread = "data.truncation data.responses data.val_prompt_files trainer.iterate.* trainer.asynchronous.*"
@@ -172,7 +166,6 @@ def _all_but_reward_models() -> str:
 
 
 def _of_schedule(config: Config) -> list[Rule]:
-    """What is trained on, and when it is sampled."""
     loss, data = config.actor_rollout_ref.actor.policy_loss.loss_mode, config.data
     offline, collects, pairs = derived.is_offline(config), derived.collects(config), derived.trains_pairs(config)
     of_training = (not derived.trains_reward_model(config), f"{SCORER}.train.*", f"it is of trainer.schedule={REWARD_MODEL}")
@@ -206,7 +199,6 @@ def _of_schedule(config: Config) -> list[Rule]:
 
 
 def _of_learning(config: Config) -> list[Rule]:
-    """Teachers and what they take the place of, advantages, loss, KL and groups."""
     actor, algorithm, teacher = config.actor_rollout_ref.actor, config.algorithm, config.distillation.distillation_loss
     loss, groups, pairs = actor.policy_loss.loss_mode, algorithm.filter_groups, derived.trains_pairs(config)
     teachers_only = derived.learns_from_teachers_alone(config)
@@ -261,11 +253,10 @@ def _of_learning(config: Config) -> list[Rule]:
 
 
 def _of_sampling_and_rewards(config: Config, machine: Machine) -> list[Rule]:
-    """The engine, validation by sampling, what scores responses, and Ray."""
     rollout, reward, engine = config.actor_rollout_ref.rollout, config.reward, config.actor_rollout_ref.rollout.name
     is_float32 = rollout.dtype == "float32" or (rollout.dtype == "auto" and machine.device == "cpu")
     prompts = "val_prompt_files" if derived.is_offline(config) else "val_files"
-    # Without `judge` among the audits a judge would become a part of the reward.
+    # Without `judge` among the audits a judge would be part of the reward.
     audits = "judge" in reward.audit or not (config.trainer.val_only or derived.is_offline(config))
     scores = reward.reward_model.enable or derived.trains_only_reward_model(config)
     by_model = derived.is_iterated(config) or derived.scores_steps_by_model(config)
@@ -286,7 +277,7 @@ def _of_sampling_and_rewards(config: Config, machine: Machine) -> list[Rule]:
 
 
 def _of_sizes(config: Config, machine: Machine) -> list[Rule]:
-    """Passes that are cut otherwise, groups of more ranks than there are (verl's commands say 8 wherever they run)."""
+    """verl's commands say 8 GPUs wherever they run."""
     update, max_tokens = derived.pass_rule(config, "actor"), config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
     pass_rules = {
         f"{REF}.log_prob": derived.pass_rule(config, "ref"),

@@ -1,8 +1,8 @@
-"""A table of the keys that name a function of the algorithm and of those that set its options, for all kinds.
+"""The keys that name a function of the algorithm and those that set its options.
 
-Every kind has one key with a mapping of options, such as `algorithm.adv_options={std: batch}`. verl's fixed keys, such
-as `clip_ratio_c`, are further ways to set one. A fixed key whose option the chosen function does not have is refused,
-unless it has verl's default, which people paste by habit and which asks for nothing.
+Each kind has a mapping of options (`algorithm.adv_options={std: batch}`); verl's fixed keys, such as
+`clip_ratio_c`, set options too. A fixed key whose option the function lacks is refused, unless it has verl's
+default, which people paste.
 """
 
 from __future__ import annotations
@@ -16,30 +16,28 @@ from grpo_rl.config.schema.tree import ActorConfig, AlgorithmConfig, Config
 
 ACTOR = "actor_rollout_ref.actor"
 PAIR_AVERAGES = ("prompt-mean", "seq-mean-token-mean")
-"""The averages that make a mean over pairs of a loss over pairs, which has one value on all tokens of a pair. The others
-would multiply the loss of a pair with the lengths of its responses."""
+"""A loss over pairs has one value on all tokens of a pair; other averages multiply it with lengths."""
 
 
-WITHOUT_DUAL_CLIP = ("gspo",)
-"""Losses to which verl's commands give clip_ratio_c, and that do not read it there either."""
+WITHOUT_DUAL_CLIP = ("gspo",)  # losses that do not read clip_ratio_c, which verl's commands set for them
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A place where the configuration names a function. All keys are relative to `section`."""
+    """All keys are relative to `section`."""
 
     kind: str
     section: str
     key: str
     options_key: str
     fixed: Mapping[str, tuple[tuple[str, ...], Any]] = field(default_factory=dict)
-    """Keys of verl's that set options by themselves: these options, and verl's default."""
+    """verl's keys that set options: the options, and verl's default."""
 
     def name(self, config: Config) -> str:
         return str(value_of(self._root(config), self.key))
 
     def given(self, config: Config) -> dict[str, tuple[str, Any]]:
-        """Return the options that are set: the full key of each and the value. Later keys of the table win."""
+        """Return full key and value of each option that is set; later keys of the table win."""
         return {option: (f"{self.section}.{key}", value) for option, key, value in _settings(self, self._root(config))}
 
     def _root(self, config: Config) -> Any:
@@ -47,7 +45,7 @@ class Choice:
 
 
 def chosen_options(choice: Choice, section: ActorConfig | AlgorithmConfig, known: Collection[str]) -> dict[str, Any]:
-    """Return the options that the keys of a section set for a function whose options are `known`."""
+    """Return the options that a section sets for a function whose options are `known`."""
     return {option: value for option, key, value in _settings(choice, section) if option in known or key not in choice.fixed}
 
 

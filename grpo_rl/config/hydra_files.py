@@ -1,7 +1,7 @@
-"""The files that Hydra composes: conf/, the recipes, and files of the user's own, read by the same rules.
+"""The files that Hydra composes: conf/, recipes and user files, read by the same rules.
 
-A file holds keys of the schema or of verl's, and no more; its relative paths start at its folder. What is wrong with it is
-collected, so that all problems of a command are told at once.
+A file holds keys of the schema or of verl's; its relative paths start at its folder. Problems are collected,
+to be told at once.
 """
 
 from __future__ import annotations
@@ -30,18 +30,16 @@ from grpo_rl.errors import ConfigError
 _GLOBAL = {"package": "_global_"}
 _RECIPE = "recipe/"
 _TYPED = "Hydra's own settings are typed, or stand in a primary file, --config-name=FILE"
-_GENERATED = ("base/", "hydra/")
-"""Files that set defaults of the schema, and Hydra's own."""
+_GENERATED = ("base/", "hydra/")  # files with the schema's defaults, and Hydra's own
 
 
 @dataclass(slots=True)
 class Reading:
     folders: Sequence[Path]
-    """The folders of primary files and choices, the first one first: of --config-path, conf/, of --config-dir."""
+    """Of primary files and choices: that of --config-path, conf/, that of --config-dir."""
     config_name: str = PRIMARY
     settings: dict[str, Settings] = field(default_factory=dict)
-    is_verls: bool = True
-    """Whether nothing of this package but its defaults has been read."""
+    is_verls: bool = True  # nothing of this package but its defaults has been read
 
     @property
     def problems(self) -> list[str]:
@@ -53,7 +51,6 @@ _CURRENT: ContextVar[Reading] = ContextVar("reading")
 
 @contextmanager
 def reading(folders: Sequence[Path], config_name: str) -> Iterator[Reading]:
-    """Let Hydra read files from these folders while the context lasts, and record what they set."""
     for plugin in (_Folder, _Recipes, _SearchPath):
         Plugins.instance().register(plugin)
     current = Reading(folders, config_name)
@@ -65,13 +62,11 @@ def reading(folders: Sequence[Path], config_name: str) -> Iterator[Reading]:
 
 
 class _SearchPath(SearchPathPlugin):
-    """Puts the recipes and all folders of `Reading` on Hydra's search path."""
-
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         current = _CURRENT.get(None)
         if current is None:
             return
-        # The first folder was given to Hydra as its main one, which it would read by its own rules.
+        # Hydra would read the first folder, its main one, by its own rules.
         for element in search_path.get_path():
             if element.provider == "main":
                 element.path = f"{_Folder.scheme()}://{element.path}"
@@ -81,14 +76,14 @@ class _SearchPath(SearchPathPlugin):
 
 
 def searched(path: Path) -> list[Path]:
-    """Return the folders that a primary file puts on Hydra's search path. Raises ConfigError for one that is not there."""
+    """Return the folders on the search path of a primary file. Raises ConfigError for missing ones."""
     try:
         hydra = recipes.read(path, path.stem).entries.get("hydra")
     except ConfigError:
-        return []  # said when it is composed
+        return []  # reported when it is composed
     entries = hydra.get("searchpath") if isinstance(hydra, Mapping) else None
     folders = [Path(str(entry).removeprefix("file://")).absolute() for entry in entries or []]
-    # verl's own files name the folder of its defaults, which conf/ has.
+    # verl's files name the folder of its defaults, which conf/ has.
     missing = [folder for folder in folders if not folder.is_dir() and not folder.match("trainer/config")]
     if missing:
         raise ConfigError([f"hydra.searchpath (in {path}): there is no folder {folder}" for folder in missing])
@@ -96,8 +91,6 @@ def searched(path: Path) -> list[Path]:
 
 
 class _Folder(ConfigSource):
-    """A folder with primary files and groups of choices."""
-
     @staticmethod
     def scheme() -> str:
         return "yaml"
@@ -115,7 +108,7 @@ class _Folder(ConfigSource):
         return (Path(self.path) / config_path).is_dir()
 
     def is_config(self, config_path: str) -> bool:
-        # A file of the user's own with the name of the package's has another one for Hydra (`command_line`).
+        # Hydra has a user's file with the package's name under another one (`command_line`).
         return self._file(config_path).is_file() and (config_path != PRIMARY or Path(self.path) == recipes.conf())
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
@@ -127,7 +120,7 @@ class _Folder(ConfigSource):
 
 
 class _Recipes(ConfigSource):
-    """The group `recipe`: the package's recipes by name, and files of the user's own by their paths."""
+    """The group `recipe`: the package's recipes by name, user files by path."""
 
     @staticmethod
     def scheme() -> str:
@@ -152,8 +145,7 @@ class _Recipes(ConfigSource):
 
 
 def _result(source: ConfigSource, config_path: str, path: Path) -> ConfigResult:
-    """Return a file as Hydra wants it. What is wrong with it goes to `Reading`, and is left out."""
-    # A launcher composes in processes of its own, for the process of the run to do it again.
+    # Hydra's launcher composes in processes without `reading`; the process of the run composes again.
     current = _CURRENT.get(None) or Reading([recipes.conf()])
     header: Mapping[str, str | None] = _GLOBAL
     try:
@@ -170,7 +162,7 @@ def _result(source: ConfigSource, config_path: str, path: Path) -> ConfigResult:
 
 
 def _checked(reading: Reading, config_path: str, path: Path, file: YamlFile) -> Any:
-    """Return the keys of a file with their places in the schema, its paths absolute, and its defaults list as Hydra takes it."""
+    """Return the keys at their places in the schema, with absolute paths, and Hydra's defaults list."""
     is_packages = path.is_relative_to(recipes.folder()) or path.is_relative_to(recipes.conf())
     settings = reading.settings[config_path] = _settings(path, file, config_path)
     reading.is_verls &= not is_packages or config_path in (PRIMARY, *VERLS_DEFAULTS) or config_path.startswith("verl/")
@@ -193,7 +185,7 @@ def _checked(reading: Reading, config_path: str, path: Path, file: YamlFile) -> 
 
 
 def _hydra_problems(hydra: Any, is_primary: bool, is_packages: bool) -> Iterator[tuple[str, str]]:
-    """Yield the keys of Hydra's own that a file may not set, with the reason. The search path has been read (`searched`)."""
+    """Yield the keys of Hydra's own that a file may not set. `searched` has read the search path."""
     for key in flat({"hydra": hydra}) if not is_packages else ():
         if not key.startswith("hydra.searchpath") and not is_primary:
             yield key, _TYPED
@@ -202,7 +194,6 @@ def _hydra_problems(hydra: Any, is_primary: bool, is_packages: bool) -> Iterator
 
 
 def _settings(path: Path, file: YamlFile, config_path: str) -> Settings:
-    """Return the settings of a file, those under its package (`# @package algorithm`) with their whole keys."""
     name = config_path.removeprefix(_RECIPE)
     settings = Settings(where=f" (in recipe {name})" if config_path.startswith(_RECIPE) else f" (in {path})")
     package = file.header.get("package") or "_global_"
@@ -222,7 +213,6 @@ class _Defaults:
     is_primary: bool
 
     def of(self, entries: Any) -> list[Any]:
-        """Return the list with recipes and choices as Hydra finds them; what it would stop at goes to the problems."""
         if self.config_path == PRIMARY:
             return list(entries or [])
         entries = entries if isinstance(entries, list) else [] if entries is None else [entries]
@@ -261,7 +251,7 @@ class _Defaults:
         elif group in choices.groups([recipes.conf()]):
             problem = choices.problem(self.reading.folders, group, choice) if isinstance(choice, str) else None
             if problem is None:
-                # config.yaml has the group already, so that any other form would be a second one.
+                # config.yaml has the group already: another form would add a second one.
                 overrides.append({f"override /{group}": choice})
             else:
                 self.settings.problems.append(f"{problem}{self.settings.where}")
@@ -289,7 +279,7 @@ class _Defaults:
 
 
 def _parent(path: Path, entry: Any) -> str | None:
-    """Return the name of the recipe that an entry of a file's defaults list stands for: as `recipe=NAME` has it; None for none."""
+    """Return the recipe that an entry of a defaults list names, as `recipe=NAME` does."""
     if not isinstance(entry, str):
         return None
     if entry.startswith(("/recipe/", "recipe/")):
@@ -310,8 +300,8 @@ def _parents(name: str) -> list[str]:
 
 
 def _repeated(name: str) -> str | None:
-    """Return what is wrong with the recipes that a recipe builds on: a circle, or one that comes twice."""
-    # Hydra would lay a second one over what the recipes between have changed, and follow a circle without end.
+    """Return what is wrong with a recipe's ancestors: a circle, or one that comes twice."""
+    # Hydra would follow a circle forever, and lay a repeated one over changes between.
     seen: dict[Path, str] = {}
 
     def search(child: str, below: tuple[str, ...]) -> str | None:

@@ -1,4 +1,4 @@
-"""Settings as a command line or a recipe has them: each becomes a key of the schema, or is answered with what is wrong with it."""
+"""Settings of a command line or a recipe: each becomes a key of the schema, or a problem."""
 
 from __future__ import annotations
 
@@ -23,13 +23,11 @@ _WORD = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=]*)(?:=(?P<value>.*))?", re.
 _KEY_SIGNS, _ESCAPED = re.compile(r"[\\()\[\]{}:=, ]"), r"\\\g<0>"
 _NAME = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*", re.ASCII)
 SEEDS = ("trainer.seed", "data.seed", "actor_rollout_ref.rollout.seed")
-"""The keys that `seed=N` sets: of new weights and dropout, of the order of the data, and of sampling."""
+"""Keys that `seed=N` sets: new weights and dropout, order of the data, sampling."""
 MACHINE = "trainer.machine"
 SHORT = {"seed": SEEDS, "machine": (MACHINE,)}
-"""Words for keys that are often set, and the keys."""
 _MACHINE = re.compile(r"(?:(?:(\d+)x)?(\d+)x)?[A-Za-z].*")
-MOST_RUNS = 1000
-"""The most runs of one sweep: more are a slip, such as a range with too many zeros."""
+MOST_RUNS = 1000  # more are a slip, such as a range with too many zeros
 HYDRA_REFUSED = {
     "hydra.job.chdir": "relative paths of data and models start at the folder in which the command is given",
     "hydra.output_subdir": "a run's folder has config.yaml and overrides.txt, in which secrets are hidden",
@@ -40,29 +38,24 @@ HYDRA_REFUSED = {
     "hydra.searchpath": "give a folder of your own as --config-dir=FOLDER",
     "hydra.sweep.subdir": "the runs of a sweep are named after their values",
 }
-"""Settings of Hydra's own that a run has no use for, and why."""
+"""Hydra's own settings that a run has no use for, and why."""
 
 
 @dataclass(slots=True)
 class Settings:
-    """The settings of one recipe or of the command line, in their order."""
-
-    where: str = ""
-    """Stands behind what is said of them: ` (in recipe NAME)`."""
+    where: str = ""  # ends the messages about them: ` (in recipe NAME)`
     pairs: list[tuple[str, Any]] = field(default_factory=list)
-    """Keys of the schema, or below a free mapping, with their values. `{}` clears a mapping, other mappings are merged."""
+    """Keys of the schema, or below a free mapping. `{}` clears a mapping, other mappings are merged."""
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What is taken and has another place here: a line each."""
     meaningless: list[str] = field(default_factory=list)
-    """Keys of verl's that bear on speed, memory, logs or processes alone."""
+    """verl's keys that bear on speed, memory, logs or processes alone."""
 
     @property
     def keys(self) -> set[str]:
         return {key for key, _ in self.pairs}
 
     def take(self, key: str, value: Any) -> None:
-        """Add a setting, a group of settings, or what is wrong with it."""
         if key in SHORT:
             for name in SHORT[key]:
                 self.take(name, value)
@@ -96,7 +89,7 @@ class Settings:
 
 
 def _remember_secrets(name: str, value: Any) -> None:
-    """Hide values of free mappings that look like secrets by their names in whatever Hydra prints."""
+    """Hide values in free mappings with names of secrets from what Hydra prints."""
     if isinstance(value, Mapping):
         for part, entry in value.items():
             _remember_secrets(str(part), entry)
@@ -106,15 +99,12 @@ def _remember_secrets(name: str, value: Any) -> None:
 
 @dataclass(slots=True)
 class Line(Settings):
-    """The settings of a command line."""
-
     words: list[str] = field(default_factory=list)
-    """What they are in Hydra's grammar: places in the schema for verl's, text in quotes, `~key` as the default's value."""
-    choice_of: dict[str, str] = field(default_factory=dict)
-    """The choice of each group that was named, and the recipe as that of the group `recipe`."""
+    """In Hydra's grammar: schema keys for verl's, text in quotes, the default for `~key`."""
+    choice_of: dict[str, str] = field(default_factory=dict)  # the choice of each named group; `recipe` is one
 
     def set(self, key: str, value: str) -> None:
-        """Add a setting whose value is written in Hydra's grammar. If text is wanted, `001` and `a=b` are text."""
+        """Add a setting with a value in Hydra's grammar. If the key takes text, `001` and `a=b` are text."""
         leaf = leaves().get(key)
         parsed = parsed_word(f"++{key}={value}")
         is_plain = not value.startswith(("[", "{", "'", '"')) and "${" not in value
@@ -133,16 +123,16 @@ class Line(Settings):
             count = len(self.pairs)
             self.take(key, parsed.value())
             for place, part in self.pairs[count:]:
-                # A mapping of several keys has been taken apart.
+                # A mapping of several keys was split.
                 self._write(place, value if part is parsed.value() else written(part), part)
 
     def _write(self, key: str, text: str, value: Any) -> None:
-        if value == {}:  # Hydra merges mappings, so that an empty one would change nothing
+        if value == {}:  # Hydra merges mappings: an empty one would change nothing
             self.words.append(f"++{key}=null")
         self.words.append(f"++{key}={text}")
 
     def reset(self, key: str) -> None:
-        """Set a key or a group back to the schema's defaults, whatever a recipe has. Hydra's deletion would break `${key}`."""
+        """Set a key or group to the schema's defaults. Hydra's deletion would break `${key}`."""
         of_group = [leaf for leaf in leaves().values() if leaf.key == key or leaf.key.startswith(f"{key}.")]
         for leaf in of_group:
             self.pairs.append((leaf.key, leaf.default))
@@ -154,7 +144,7 @@ class Line(Settings):
             self.problems.append(unknown_key(key))
 
     def choose(self, group: str, name: str, folders: Sequence[Path]) -> None:
-        """Choose a file of a group; `null` for none, whatever a recipe chooses."""
+        """Choose a file of a group; `null` for none."""
         if group == "recipe" and name in ("", "null"):
             self.problems.append(f"recipe={name}: a recipe is chosen with recipe=NAME or recipe=path/to/file.yaml")
         elif self.choice_of.get(group, name) != name:
@@ -171,7 +161,6 @@ class Line(Settings):
 
 
 def read(words: Iterable[str], folders: Sequence[Path] = ()) -> Line:
-    """Return the settings of a command line. Never raises for what a user typed: see `problems`."""
     folders = folders or [recipes.conf()]
     line = Line()
     machine = ""
@@ -212,7 +201,6 @@ def _is_known(key: str) -> bool:
 
 
 def _take_hydra(line: Line, word: str, key: str, value: str | None) -> None:
-    """Pass on a setting of Hydra's own, or say why it has no place here."""
     name = key.replace("/", ".")
     if name in ("hydra.run.dir", "hydra.sweep.dir") and value:
         folder = Path(value.strip("'\""))
@@ -230,12 +218,11 @@ def _take_hydra(line: Line, word: str, key: str, value: str | None) -> None:
 
 
 def refused_of_hydra(key: str) -> str | None:
-    """Return why a setting of Hydra's own (`hydra.job.chdir`) is refused; None for one that works."""
     return next((reason for place, reason in HYDRA_REFUSED.items() if f"{key}.".startswith(f"{place}.")), None)
 
 
 def _take_machine(line: Line, name: str) -> None:
-    """Set the number of GPUs (one, if it says none) and of machines as a machine's name says, unless the words set them."""
+    """A machine's name tells GPUs (1 by default) and nodes, unless the words set them."""
     if match := _MACHINE.fullmatch(name):
         nodes, gpus = match.groups()
         for key, value in (("trainer.nnodes", nodes), ("trainer.n_gpus_per_node", gpus or "1")):
@@ -244,7 +231,7 @@ def _take_machine(line: Line, name: str) -> None:
 
 
 def parsed_word(text: str) -> Override | str:
-    """Return Hydra's reading of a word, or why it cannot be read."""
+    """Return Hydra's reading of a word, or the error's first line."""
     try:
         return _parser().parse_override(text)
     except (HydraException, ValueError) as error:  # ValueError: a number with more digits than Python reads
@@ -261,7 +248,6 @@ def _is_text(kind: Kind) -> bool:
 
 
 def written(value: Any) -> str:
-    """Return a value in Hydra's grammar."""
     if isinstance(value, str):
         return quoted(value)
     if isinstance(value, Mapping):
@@ -272,27 +258,24 @@ def written(value: Any) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return text in quotes, so that a command line takes it as it is."""
     return QuotedString(text=text, quote=Quote.single).with_quotes()
 
 
 @dataclass(slots=True)
 class Axes:
-    """The words of a sweep taken apart, in Hydra's grammar: `key=a,b,c`, `key=choice(a,b)` and `key=range(1,4)` are axes."""
+    """The words of a sweep: `key=a,b,c`, `key=choice(a,b)` and `key=range(1,4)` are axes."""
 
     fixed: list[str] = field(default_factory=list)
-    """The words that are the same in all runs."""
     values: dict[str, list[str]] = field(default_factory=dict)
-    """The values of each key that has several, as they are written on a command line; the last key changes fastest."""
+    """The values of each axis in Hydra's grammar; the last key changes fastest."""
     drawn: dict[str, str] = field(default_factory=dict)
-    """The keys from whose range a sweeper draws (`interval(0,1)`), and the range."""
-    words: list[str] = field(default_factory=list)
-    """The words of all these keys for Hydra."""
+    """Keys that a sweeper draws from a range (`interval(0,1)`), with the range."""
+    words: list[str] = field(default_factory=list)  # all these keys in Hydra's grammar
     problems: list[str] = field(default_factory=list)
 
 
 def axes(words: Sequence[str], folders: Sequence[Path]) -> Axes:
-    """Return the words of a sweep taken apart. What is wrong with a single value shows when its run is composed."""
+    """Take a sweep's words apart. Problems of a single value show when its run is composed."""
     parts = Axes()
     for word in words:
         match = _WORD.fullmatch(word)
@@ -305,7 +288,7 @@ def axes(words: Sequence[str], folders: Sequence[Path]) -> Axes:
         if key in parts.values or key in parts.drawn:
             parts.problems.append(f"{show(word)}: {key} has a list of values already")
             continue
-        # A choice is one of Hydra's groups, and every other word a key, which need not be there before.
+        # A group's choice overrides; any other key need not be there before.
         sign = "" if key in choices.groups(folders) else "++"
         parts.words.append(f"{sign}{key}={value}")
         if parsed.is_discrete_sweep():
@@ -320,6 +303,6 @@ def axes(words: Sequence[str], folders: Sequence[Path]) -> Axes:
 
 
 def is_secret(word: str) -> bool:
-    """Return whether a word sets something by the name of a secret, which is no key of the schema."""
+    """Return whether a word sets what is no key of the schema and named like a secret."""
     key, equals, _ = word.partition("=")
     return bool(equals) and secrets.is_secret_name(key.rpartition(".")[2]) and key.lstrip("+~") not in leaves()

@@ -1,4 +1,4 @@
-"""The package's folders of YAML files, and how such a file is read: recipes hold only what differs from the defaults."""
+"""The package's folders of YAML files, and how such a file is read."""
 
 from __future__ import annotations
 
@@ -18,37 +18,33 @@ DEFAULT_RECIPE = "arithmetic/grpo"
 PRIMARY = "config"
 _HEADER = re.compile(r"^#\s*@(\w+)\s+(\S+)\s*$", re.MULTILINE)
 _SUFFIXES = (".yaml", ".yml")
-_LARGEST_FILE = 1_000_000
-"""The most bytes of a recipe; a full configuration has 15,000."""
+_LARGEST_FILE = 1_000_000  # bytes; a full configuration has 15,000
 
-VERLS_DEFAULTS = ("ppo_trainer",)
-"""Names of verl's file of defaults, which verl's examples build on."""
+VERLS_DEFAULTS = ("ppo_trainer",)  # verl's file of defaults, on which its examples build
 
 
 @dataclass(frozen=True, slots=True)
 class YamlFile:
     entries: Mapping[str, Any]
-    header: dict[str, str]
-    """The words after `# @` in its first lines, as Hydra has them: `{"package": "_global_"}`."""
+    header: dict[str, str]  # the words after `# @` in the first lines: `{"package": "_global_"}`
 
 
 def folder() -> Path:
-    """Return the folder of the package's recipes. Raises ConfigError if it is missing."""
+    """Raises ConfigError if it is missing."""
     return _of_package("recipes")
 
 
 def conf() -> Path:
-    """Return the folder of Hydra's files: the defaults list, every key with its default, and the choices. Raises as `folder`."""
+    """Hydra's files: the defaults list, every key with its default, choices. Raises as `folder`."""
     return _of_package("conf")
 
 
 def examples() -> Path:
-    """Return the folder of examples, some of which have a registered name. Raises as `folder`."""
     return _of_package("examples")
 
 
 def _of_package(name: str) -> Path:
-    """Return a folder that is inside an installed package, and beside it in a checkout."""
+    """It is inside an installed package, and beside it in a checkout."""
     package = Path(grpo_rl.__file__).parent
     for candidate in (package / name, package.parent / name):
         if candidate.is_dir():
@@ -57,7 +53,7 @@ def _of_package(name: str) -> Path:
 
 
 def known_recipes() -> list[str]:
-    """Return the names of the recipes that come with the package. The files in `cluster` are for other programs, which start runs."""
+    """Without `cluster/`, whose files are for other programs, which start runs."""
     return list(_names(folder()))
 
 
@@ -68,13 +64,12 @@ def _names(root: Path) -> tuple[str, ...]:
 
 
 def path_of(name: str) -> Path:
-    """Return the file of the recipe called `name` (`arithmetic/grpo`), or that at this path (`./my.yaml`)."""
+    """Return the file of a recipe by name (`arithmetic/grpo`) or path (`./my.yaml`)."""
     path = Path(name).expanduser()
     return path if path.suffix in _SUFFIXES else folder() / f"{name}.yaml"
 
 
 def problem(name: str) -> str | None:
-    """Return why there is no recipe of this name, with the nearest ones; None if there is one."""
     if Path(name).suffix in _SUFFIXES:
         path = path_of(name)
         return None if path.is_file() else f"recipe={name}: there is no file {path.absolute()}. {_list_of_recipes()}"
@@ -84,7 +79,7 @@ def problem(name: str) -> str | None:
 
 
 def read(path: Path, name: str) -> YamlFile:
-    """Return the keys of a YAML file that a user calls `name`. Raises ConfigError if it cannot be read, or is no mapping."""
+    """Return the keys of a file that a user calls `name`. Raises ConfigError if it is no readable mapping."""
     try:
         status = path.stat()
         if status.st_size > _LARGEST_FILE:
@@ -98,10 +93,10 @@ def read(path: Path, name: str) -> YamlFile:
 
 
 class _Loader(yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader):  # type: ignore[misc]
-    """YAML as OmegaConf reads it (`1e-5` is a number, dates are text, a key stands there once), by libyaml, in a tenth of the time."""
+    """YAML as OmegaConf reads it (`1e-5` is a number, dates are text, no duplicate keys), by libyaml: 10
+    times faster."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        """Return a mapping. Raises ConstructorError for a key that is there twice."""
         names = set[str]()
         for key, _ in node.value:
             if key.tag == self.DEFAULT_SCALAR_TAG and key.value in names:
@@ -120,7 +115,7 @@ _Loader.yaml_implicit_resolvers = {
 
 @lru_cache(maxsize=256)
 def _read(path: Path, modified_ns: int, size: int) -> YamlFile:
-    """Return the keys of a YAML file, none if it is no mapping. Raises ValueError for aliases, which may unfold without end."""
+    """No keys if it is no mapping. Raises ValueError for aliases, which may unfold without end."""
     text = path.read_text(encoding="utf-8")
     events = list(yaml.parse(text, Loader=_Loader))
     if any(isinstance(event, yaml.AliasEvent) for event in events):
@@ -133,7 +128,7 @@ def _read(path: Path, modified_ns: int, size: int) -> YamlFile:
 
 
 def _place(error: Exception) -> str:
-    """Return where and why a file is no YAML. A line of it is not shown: it may be a file of secrets."""
+    """Return where and why a file is no YAML, without its text, which may be secret."""
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         return "it is nested too deeply" if isinstance(error, RecursionError) else str(error).splitlines()[0]

@@ -1,4 +1,4 @@
-"""The folder conf/base, which has every key with its default and its meaning: `python -m grpo_rl.config.reference` writes it."""
+"""Writes conf/base, every key with default and meaning: `python -m grpo_rl.config.reference`."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def _entry(name: str, value: object) -> str:
 
 @cache
 def meanings() -> dict[str, dict[str, str]]:
-    """Return the doc string under each field, by class and field, on one line."""
+    """Return the docstring under each field, on one line, by class and field."""
     texts: dict[str, dict[str, str]] = {}
     modules = {sys.modules[section.__module__] for name, section in vars(tree).items() if name.endswith("Config")}
     nodes = [node for module in modules for node in ast.parse(inspect.getsource(module)).body]
-    # What a class inherits has to be found before it.
+    # Base classes first.
     for node in sorted(nodes, key=lambda node: isinstance(node, ast.ClassDef) and bool(node.bases)):
         if isinstance(node, ast.ClassDef):
             inherited = [texts[base.id] for base in node.bases if isinstance(base, ast.Name) and base.id in texts]
@@ -80,7 +80,6 @@ def _documented(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
 
 
 def main() -> None:
-    """Write the files of conf/base, and remove those that are not among them."""
     folder = recipes.conf() / "base"
     folder.mkdir(exist_ok=True)
     files = base_files()

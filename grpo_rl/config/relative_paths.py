@@ -1,6 +1,6 @@
-"""Rules of relative paths: a recipe file's start at its own folder, those of the command line at the current one.
+"""Relative paths start at a recipe file's folder, or the current one for the command line's.
 
-Recipes of the package are not touched: their paths (`data/gsm8k/train.parquet`) stand for files that a user puts there.
+Those of the package's recipes (`data/gsm8k/train.parquet`) are not changed: a user puts files there.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-_ELSEWHERE = re.compile(r"(task|hf|builtin):|[/~]|.*\$\{", re.DOTALL)
-"""Values that no folder changes: generated or fetched data, embedded models, absolute paths, expressions."""
+_ELSEWHERE = re.compile(r"(task|hf|builtin):|[/~]|.*\$\{", re.DOTALL)  # values that no folder changes
 _FUNCTION = re.compile(r"(?P<factor>[^:*]*\*\s*)?(?P<file>[^:*]+\.py)(?P<rest>:\w+)?")
 
 _DATA = ("data.train_files", "data.val_files")
@@ -22,14 +21,13 @@ FILES = (
     *("reward.custom_reward_function.path", "trainer.resume_from_path"),
     *(f"{_R}.multi_turn.tool_config_path", f"{_R}.multi_turn.interaction_config_path"),
 )
-"""Keys whose values are paths, whatever they look like."""
 PERHAPS = (
     *("actor_rollout_ref.model.path", "actor_rollout_ref.model.tokenizer_path", "critic.model.path", "data.chat_template"),
     *("reward.reward_model.model_path", "reward.reward_model.tokenizer_path", "reward.judge.template", "reward.judge.rubric"),
     *("algorithm.adv_options", f"{_A}.policy_loss.options", f"{_R}.multi_turn.environment.options"),
     *("reward.custom_reward_function.reward_kwargs", "reward.function_kwargs", f"{_R}.multi_turn.tools"),
 )
-"""Keys whose values may also be a name on the hub, a text, or options: a path if it begins with a dot or is there."""
+"""Keys with a path, a hub name, a text or options: a path if it begins with a dot or exists."""
 FUNCTIONS = (
     *("algorithm.adv_estimator", "algorithm.kl_penalty", f"{_A}.kl_loss_type", f"{_A}.loss_agg_mode"),
     *(
@@ -42,11 +40,11 @@ FUNCTIONS = (
     *("data.custom_cls.path", "reward.functions", "reward.audit", "reward.batched", "reward.judge.parser"),
     *("algorithm.filter_groups.metric", "data.curriculum", "trainer.schedule"),
 )
-"""Keys whose values may name a function as `file.py:function`, with a factor if rewards are summed."""
+"""Keys that may name `file.py:function`, with a factor if rewards are summed."""
 
 
 def function_files(tree: Any) -> list[str]:
-    """Return the Python files that the strings in `tree`, values and names of keys, name as `file.py` or `file.py:function`."""
+    """Return the files that strings in `tree`, values and names, name as `file.py` or `file.py:function`."""
     if isinstance(tree, Mapping):
         return sorted({*function_files(list(tree)), *function_files(list(tree.values()))})
     if isinstance(tree, str):
@@ -56,8 +54,8 @@ def function_files(tree: Any) -> list[str]:
 
 
 def from_folder(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return values by their dotted keys with relative paths made absolute, starting at `folder`."""
-    # A data set class of the user's own gets names, which need not be files.
+    """Return values by dotted keys with relative paths made absolute from `folder`."""
+    # The names for a user's data set class need not be files.
     names = _DATA if values.get("data.custom_cls.path") else ()
 
     def placed(value: Any, key: str) -> Any:

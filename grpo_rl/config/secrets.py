@@ -1,4 +1,4 @@
-"""Secrets, which are never written down: values that look like one are hidden in every file and line of a run."""
+"""Secrets, which are hidden in every file and line of a run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 HIDDEN = "<hidden>"
-_SHORTEST, _SHORTEST_NUMBER, _SHORT = 4, 6, 8
-"""The least letters of a secret, the least of one that has digits alone, and those below which a secret is hidden as a whole word
-only: hiding it would eat parts of words out of ordinary text."""
-_WORD = re.compile("[A-Z]?[a-z]*|[A-Z]*")
-"""A short value of this form is a word (`RAY_AUTH_MODE=token`), which no text could do without."""
+_SHORTEST, _SHORTEST_NUMBER = 4, 6  # letters of a secret, digits of a numeric one
+_SHORT = 8  # below, a secret is hidden as a whole word only: it may be part of ordinary words
+_WORD = re.compile("[A-Z]?[a-z]*|[A-Z]*")  # a short value of this form is a word (`RAY_AUTH_MODE=token`), no secret
 _EXPRESSION = re.compile(r"\$\{[\w.:,]+\}")
 
 # A whole part of a name: HF_TOKEN and apiKey are secrets, max_tokens and TOKENIZERS_PARALLELISM are not.
@@ -24,9 +22,9 @@ _NAME = re.compile(
     r"(^|[_\-.])(token|secret|secrets|password|passwd|passphrase|credential|credentials|apikey|key|auth)($|[_\-.])"
 )
 _CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
-# Credentials inside an address, parameters of a query, and tokens that are recognised by their beginning. Before each
-# pattern are the words of which a text must contain one for a match: hardly any text does, and a search for a word takes
-# a hundredth of the pattern's time. Lengths are bounded if a long word would be read again from each of its letters.
+# Credentials in addresses and queries, and tokens with a known beginning. Before each pattern: words of which
+# a match contains one, as searching for a word takes a hundredth of the time. Bounded lengths avoid quadratic
+# time on long words.
 _IN_TEXT = (
     (("://",), re.compile(r"(\b\w{1,32}://)[^\s/@:]*:[^\s/@]+@"), rf"\1{HIDDEN}@"),
     (
@@ -43,8 +41,7 @@ _IN_TEXT = (
 )
 _known: set[str] = set()
 _PIECE = 2**20
-_LONGEST_LINE = 2**16
-"""The most bytes of one line that are held back until it ends."""
+_LONGEST_LINE = 2**16  # bytes that are held back until the line ends
 
 
 def is_secret_name(name: str) -> bool:
@@ -52,7 +49,8 @@ def is_secret_name(name: str) -> bool:
 
 
 def remember(values: Iterable[object]) -> None:
-    """Hide these values, and all in lists and mappings among them, from now on, wherever they appear in a text, JSON or YAML."""
+    """Hide these values, and all inside of lists and mappings, from now on, also as JSON and YAML escape
+    them."""
     for value in values:
         if isinstance(value, Mapping):
             remember(value.values())
@@ -64,43 +62,39 @@ def remember(values: Iterable[object]) -> None:
 
 
 def may_be_secret(value: object) -> bool:
-    """Return whether a value by the name of a secret is to be hidden: any text, list or mapping, and a long whole number."""
+    """Return whether a value with a secret's name is hidden: text, a list, a mapping, a long whole number."""
     return isinstance(value, str | list | Mapping) or (isinstance(value, int) and _is_secret(str(value)))
 
 
 def _is_secret(text: str) -> bool:
-    """Return whether the value of a secret's name may be one: no path, expression or word."""
+    """Return whether a value may be a secret: no path, expression or word."""
     if len(text) < (_SHORTEST_NUMBER if text.isdigit() else _SHORTEST) or text == HIDDEN or _EXPRESSION.fullmatch(text):
         return False
     return not (len(text) < _SHORT and _WORD.fullmatch(text)) and not (text.startswith("/") and os.path.exists(text))
 
 
 def _without(text: str, value: str) -> str:
-    """Return a text without a remembered value."""
     if len(value) >= _SHORT and not value.isdigit():
         return text.replace(value, HIDDEN)
     return re.sub(rf"(?<![\w.]){re.escape(value)}(?![\w.])", HIDDEN, text) if value in text else text
 
 
 def remember_environment() -> None:
-    """Hide the values of all environment variables whose names look like those of secrets."""
     remember(value for name, value in os.environ.items() if is_secret_name(name))
 
 
 def known() -> list[str]:
-    """Return all remembered values, the longest first: one may be part of another."""
+    """Return the remembered values, the longest first: one may be part of another."""
     return sorted(_known, key=len, reverse=True)
 
 
 def hide_known(line: str) -> str:
-    """Return a line of JSON without remembered values; quick, for texts in which there are hardly ever any."""
     for value in known():
         line = _without(line, value)
     return line
 
 
 def redact(text: str) -> str:
-    """Return `text` without remembered values, credentials in addresses, and tokens recognised by their look."""
     text = hide_known(text)
     for needles, pattern, replacement in _IN_TEXT:
         if any(needle in text for needle in needles):
@@ -112,13 +106,11 @@ def redact(text: str) -> str:
 
 
 class HidingStream:
-    """A text stream in front of another one that hides secrets in what is written."""
-
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write `text`, redacted, and return the number of characters that were given."""
+        """Write `text` redacted, and return its length before."""
         self._stream.write(redact(text))
         return len(text)
 
@@ -131,7 +123,7 @@ class HidingStream:
 
 
 class HiddenLines:
-    """A buffer that makes whole lines without secrets of bytes that arrive in pieces."""
+    """Redacts bytes that arrive in pieces, in whole lines."""
 
     def __init__(self) -> None:
         self._pending = b""
@@ -139,7 +131,7 @@ class HiddenLines:
     def feed(self, data: bytes) -> bytes:
         lines, newline, rest = (self._pending + data).rpartition(b"\n")
         if len(rest) > _LONGEST_LINE:
-            # A secret may have begun in the last bytes.
+            # A secret may begin in the last bytes.
             done = _redacted(lines + newline + rest)
             cut = len(done) - _overlap()
             self._pending = done[cut:]
@@ -148,15 +140,14 @@ class HiddenLines:
         return _redacted(lines + newline)
 
     def rest(self) -> bytes:
-        """Return what came after the last line's end."""
         rest, self._pending = self._pending, b""
         return _redacted(rest)
 
 
 def scrub(files: Iterable[Path]) -> list[Path]:
-    """Return the files in which a secret stood; they are written anew without it. For files that no process writes to any more.
+    """Rewrite files that hold secrets, to which no process writes any more, and return them.
 
-    What a library prints past Python's streams, and a child of a worker, is found only here.
+    Only this finds what libraries and children of workers print past Python's streams.
     """
     scrubbed = []
     for file in files:
@@ -179,5 +170,5 @@ def _redacted(data: bytes) -> bytes:
 
 
 def _overlap() -> int:
-    """Return the bytes that may be the beginning of a remembered secret."""
+    """Return the bytes that may begin a remembered secret."""
     return max((len(value.encode(errors="surrogateescape")) for value in known()), default=1) - 1

@@ -1,4 +1,4 @@
-"""Rules between keys: what they name must be there, sizes must fit, and no setting may silently do nothing."""
+"""Rules between keys: what they name must exist, sizes must fit, and no setting may silently do nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SUPERVISED_LOSS = "sft"
 
 
 def check(config: Config, machine: Machine) -> list[str]:
-    """Return everything that is wrong between the keys, a line each with key, value, rule and remedy; nothing if it can run."""
+    """Return a line for each problem between keys, with key, value, rule and remedy."""
     run = settled(config)
     problems = [*_without_machine(config, run), *_machine(run, machine), *effects.problems(config, machine)]
     return list(dict.fromkeys(problems))
@@ -34,20 +34,17 @@ def _without_machine(config: Config, run: Config) -> Iterator[str]:
 
 
 def between_sound_keys(config: Config, problems: Iterable[str]) -> Iterator[str]:
-    """Yield what is wrong between the keys that `problems` leave alone: `config` has defaults if those were found.
-
-    A line that names a key with a problem of its own, or one that a misspelt key may have meant, is left out: it
-    may follow from nothing but the default. Sizes that depend on the machine are the plan's.
-    """
+    """Yield problems between the keys that `problems` do not name. Lines that name such a key, or one that a
+    misspelt key may have meant, may follow from its default alone, and are left out."""
     doubtful: set[str] = set()
     for problem in problems:
         key = re.split(r"[=:\s]", problem, maxsplit=1)[0]
         doubtful |= {name.rpartition(".")[2] for name in (key, *nearest(key))}
         if key.startswith(("recipe", "the")):
             return
-    # No key is refused on GPUs that has an effect on CPUs.
+    # No key that is refused on GPUs has an effect on CPUs.
     lines = [*_without_machine(config, settled(config)), *effects.problems(config, Machine(1, 1, "cuda"))]
-    # What is missing altogether may stand in the word or recipe that could not be read.
+    # What is not set may stand in the word or recipe that could not be read.
     yield from (line for line in lines if "is not set" not in line and not doubtful & set(re.findall(r"\w+", line)))
 
 
@@ -55,7 +52,7 @@ def between_sound_keys(config: Config, problems: Iterable[str]) -> Iterator[str]
 
 
 def _options(config: Config) -> Iterator[str]:
-    """Yield options whose names mean something to Hydra's `instantiate`, at any depth: nothing here is made by a name."""
+    """Yield options that Hydra's `instantiate` would read, at any depth: here nothing is made by a name."""
 
     def names(value: object, key: str) -> Iterator[str]:
         if isinstance(value, Mapping):
@@ -196,7 +193,6 @@ def _schedule(config: Config) -> Iterator[str]:
 
 
 def _old_samples(config: Config) -> Iterator[str]:
-    """Yield what does not go with tokens that an older policy has sampled."""
     correction, replay = config.algorithm.rollout_correction, f"algorithm.replay.max_age={config.algorithm.replay.max_age}"
     is_corrected = correction.rollout_is or correction.rollout_rs
     if derived.oldest_sampler(config) and correction.bypass_mode is False and not is_corrected:
@@ -233,7 +229,7 @@ def _overlapping(config: Config) -> Iterator[str]:
 
 
 def _iterated(config: Config) -> Iterator[str]:
-    """Yield what iterated training cannot do: its reward is the model's score, and the labels are those of the rules."""
+    """The reward of iterated training is the model's score; rules give the labels."""
     key, reward, scorer = f"trainer.schedule={ITERATE}", config.reward, config.reward.reward_model
     if not scorer.enable:
         yield f"{key}: trains on the score of a reward model; give {_SCORER}.enable=true and its model_path"
@@ -284,7 +280,6 @@ def _divisors(number: int) -> str:
 
 
 def _passes(config: Config) -> Iterator[str]:
-    """Yield passes that are to be cut by rollouts and are not told by how many."""
     for prefix, of in ((f"{_A}.", "ppo_"), ("critic.", "ppo_"), (f"{_REF}.log_prob_", ""), (f"{_R}.log_prob_", "")):
         key, sizes = f"{prefix}use_dynamic_bsz", f"{prefix}{of}micro_batch_size_per_gpu"
         is_told = value_of(config, sizes) or config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
@@ -383,7 +378,7 @@ def _engines(config: Config, machine: Machine) -> Iterator[str]:
 def _ranks(config: Config, ranks: int) -> Iterator[str]:
     parts = config.actor_rollout_ref
     keys = [f"{role}.ulysses_sequence_parallel_size" for role in (_A, _REF, "critic")]
-    # As in verl, a group that is larger than the set is the set.
+    # As in verl, a group larger than all ranks is all ranks.
     fsdp = {key: value_of(config, key).fsdp_size for key in (f"{_A}.fsdp_config", f"{_REF}.fsdp_config", "critic.fsdp")}
     sizes = {key: value_of(config, key) or 1 for key in keys}
     for key, size in (sizes | {f"{key}.fsdp_size": size for key, size in fsdp.items() if 0 < size < ranks}).items():

@@ -1,8 +1,8 @@
-"""Arguments of an engine's constructor that `rollout.engine_kwargs` may pass: settings of speed and memory that are listed here.
+"""`rollout.engine_kwargs` reaches the engine past every other check, so only the settings of speed and memory
+listed here pass.
 
-`engine_kwargs` reaches the engine past every other check. So what another key owns is refused with that key, and everything
-that is not listed is refused: it may load code, reach the network or change what is sampled. A new version's new arguments
-are refused until someone has looked at them.
+Others may load code, reach the network or change what is sampled; a new version's arguments are refused until
+somebody has looked at them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ VLLM_OWNED: dict[str, str] = {
     "kv_cache_memory_bytes": _CACHE_BYTES,
     "num_gpu_blocks_override": _CPU_CACHE,
 }
-"""Arguments that other keys own: the key to set instead."""
+"""Arguments that other keys own, and the key to set."""
 
 _ALLOWED = """
 all2all_backend async_scheduling attention_backend block_size cpu_distributed_timeout_seconds cudagraph_capture_sizes
@@ -56,16 +56,15 @@ prefix_cache_retention_interval prefix_caching_hash_algo prefix_match_unit repla
 show_hidden_metrics_for_version sparse_indexer_topk_backend stream_interval ubatch_size use_replayssm
 """
 VLLM_ALLOWED = _ALLOWED.split()
-"""Settings of speed and memory, handed on as they are."""
 
 HF_ALLOWED: dict[str, tuple[str, ...]] = {
-    # Any other text names kernels on the hub, which transformers would fetch and run.
+    # Other text names kernels on the hub, which transformers would fetch and run.
     "attn_implementation": ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"),
 }
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield a line for each argument of the chosen engine that may not be passed, naming the key that owns it."""
+    """Yield a line for each argument of the chosen engine that may not pass."""
     rollout = config.actor_rollout_ref.rollout
     arguments = rollout.engine_kwargs.get(rollout.name)
     if arguments is None:
@@ -95,7 +94,7 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether the value is no mapping (vLLM makes whole configurations, which may name code, of those)."""
+    """Return whether a value has no mapping in it, of which vLLM makes configurations that may name code."""
     if isinstance(value, list):
         return all(_is_plain(entry) for entry in value)
     return value is None or isinstance(value, bool | int | float | str)

@@ -1,4 +1,4 @@
-"""What a configuration names must be there and be harmless: files, folders, models, packages, addresses, names of runs."""
+"""What a configuration names must exist and be harmless: files, models, packages, addresses, run names."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ INSTALL = {
     "wandb": "python -m pip install wandb==0.31.0",
     "mlflow": "python -m pip install mlflow-skinny==3.17.2 'sqlalchemy>=2,<3' 'alembic>=1.14,<2'",
 }
-"""The command that installs each tracker which is no part of the plain installation, as pyproject.toml pins it."""
-SMOLLM2 = "SmolLM2-135M-Instruct"
-"""The folder that scripts/get_smollm2.py makes, whose model the recipes `real/` train."""
+"""Trackers outside of the plain installation, as pyproject.toml pins them."""
+SMOLLM2 = "SmolLM2-135M-Instruct"  # the folder that scripts/get_smollm2.py makes, for the recipes `real/`
 BY_IMPORT = "weights in GGUF are not trained as they are; grpo-rl import-gguf FILE.gguf FOLDER makes a model folder of them"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -63,7 +62,7 @@ def _data(config: Config) -> Iterator[str]:
 
 
 def _data_file(file: str, *, elsewhere: bool) -> str | None:
-    """Return what is wrong with the name of one entry; a file that is not here is no problem if the run is `elsewhere`."""
+    """Return what is wrong with one entry; a run `elsewhere` may have files that are not here."""
     if file.startswith("task:"):
         return None
     if file.startswith("hf:"):
@@ -115,10 +114,11 @@ def _model_folder(
     *,
     builtin: bool = True,
 ) -> Iterator[str]:
-    """Yield why a folder cannot hold a model, or brings code that the user has not allowed with `switch`.
+    """Yield why a folder holds no usable model, or brings code that `switch` does not allow, as far as no hub
+    is asked.
 
-    Nothing if only asking a hub would show it. `tokenizer` is the folder of the tokenizer, None for the model's, empty if none
-    is needed. If the run is elsewhere only the model's config.json is read.
+    `tokenizer` is its folder, None for the model's, empty if none is needed. Of a run elsewhere only
+    config.json is read.
     """
     folder, elsewhere = Path(path).expanduser(), config.trainer.machine is not None
     none_there = f"no tokenizer there (none of {', '.join(_TOKENIZER_FILES)})"
@@ -152,7 +152,7 @@ def _model_folder(
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether this is a GGUF file, or a folder that has such files and no model that transformers reads as it is."""
+    """Return whether this is a GGUF file, or a folder of such files and no model for transformers."""
     return path.suffix == ".gguf" or (not (path / "config.json").is_file() and any(path.glob("*.gguf")))
 
 
@@ -167,7 +167,7 @@ def allows_code(config: Config) -> list[str]:
 
 
 def brings_code(file: Path) -> bool:
-    """Return whether a model's JSON file asks for Python code from its folder. False for one that is not there or no JSON."""
+    """Return whether a model's JSON file asks for code from its folder; False if it cannot be read."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -195,12 +195,12 @@ def _rewards(config: Config) -> Iterator[str]:
 
 
 def _judge(config: Config) -> Iterator[str]:
-    """Yield what is wrong with the address; key, parser, template and rubric are read by `rewards/models/judge.py` for the plan."""
+    """Check the address; `rewards/models/judge.py` reads the rest for the plan."""
     judge = config.reward.judge
     if judge.base_url is None:
         return
     address = urlsplit(judge.base_url)
-    # What may hold a secret is not shown.
+    # Addresses are not shown: they may hold a secret.
     if address.scheme not in ("http", "https") or not address.hostname:
         yield f"{_JUDGE}.base_url: must be http(s)://host[:port]/v1"
     if address.username or address.password or address.query:
@@ -227,7 +227,7 @@ def _run(config: Config) -> Iterator[str]:
         yield "trainer.resume_mode=resume_path: needs trainer.resume_from_path, a folder .../checkpoints/step_N"
     elif trainer.resume_mode == "resume_path" and resumed is not None and not os.path.isdir(resumed):
         yield f"trainer.resume_from_path={show(resumed)}: there is no folder {show(os.path.abspath(resumed))}"
-    # What is only planned here is run elsewhere: the plan says what that machine needs.
+    # A run that is only planned here needs no packages here.
     for name in [] if trainer.dry_run else missing_loggers(config):
         installed = ",".join(other for other in dict.fromkeys(names) if other != name)
         yield f"trainer.logger: {name} is not installed; {INSTALL[name]}, or trainer.logger=[{installed}]"
@@ -237,7 +237,6 @@ NAME_RULE = "it must name a folder below trainer.default_local_dir, without '..'
 
 
 def stays_below(name: str) -> bool:
-    """Return whether a name can be that of a folder below another one."""
     if not name.strip() or not name.isprintable() or len(name.encode(errors="replace")) > 200:
         return False
     return not name.startswith(("/", "~")) and not any(part in ("..", ".") for part in name.split("/"))

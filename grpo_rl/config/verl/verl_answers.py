@@ -1,9 +1,6 @@
-"""Answers for the keys of verl that are not in the schema: `keys.txt` says what each of them means here.
-
-A launch command written for verl (FSDP and vLLM) runs here as it is wherever its meaning exists. Some keys have another
-place here, some have values that are right here and no others, some bear only on speed, memory or logs and are taken with
-a note. All others are refused with what to use instead.
-"""
+"""Answers for verl's keys that are not in the schema, from `keys.txt`, so that verl's launch commands (FSDP
+and vLLM) run as they are wherever their meaning exists. A key may have another place, only some values, or no
+meaning (speed, memory, logs), which is noted; all others are refused with a replacement."""
 
 from __future__ import annotations
 
@@ -21,16 +18,13 @@ from grpo_rl.config.schema.fields import flat
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to a key: the values that are right here, and the reason or replacement for all others."""
-
     advice: str = ""
     accepts: tuple[str, ...] = ()
-    target: str | None = None
-    """The key, or the group, that has its value here."""
+    target: str | None = None  # the key or group that takes its value here
 
     @property
     def means_nothing(self) -> bool:
-        """Whether the key bears on speed, memory, logs or processes alone, so that any value is taken."""
+        """It bears on speed, memory, logs or processes alone: any value is taken."""
         return not self.advice and self.target is None
 
 
@@ -60,13 +54,13 @@ ANSWERS = _read(Path(__file__).with_name("keys.txt").read_text(encoding="utf-8")
 
 
 def looks_like_verls(named_keys: Collection[str], model: str, train_files: Collection[str]) -> bool:
-    """Return whether a command that sets these keys, and builds on no recipe of this package, may be one of verl's."""
+    """Return whether a command with these keys may be one of verl's."""
     names_both = {"actor_rollout_ref.model.path", "data.train_files"} <= set(named_keys) and "data.responses" not in named_keys
     return names_both and not any(name.startswith(("builtin:", "task:")) for name in (model, *train_files))
 
 
 def other_defaults(named_keys: Collection[str], defaults: Mapping[str, Any]) -> str | None:
-    """Return the line that names the defaults which are not verl's, of the keys that nobody `named_keys`; None for none."""
+    """Return a line with the defaults that differ from verl's, without `named_keys`."""
     path = recipes.conf() / "verl" / "ppo_trainer.yaml"
     named = [
         f"{'.'.join(key.split('.')[-2:])}={show(defaults[key])} ({show(verls)})"
@@ -77,7 +71,7 @@ def other_defaults(named_keys: Collection[str], defaults: Mapping[str, Any]) -> 
 
 
 def in_lists(correction: MutableMapping[str, Any]) -> None:
-    """Bring `algorithm.rollout_correction` as verl writes it into lists: names with commas between them, bounds as `lower_upper`."""
+    """Turn verl's comma-separated names and bounds (`lower_upper`) into lists."""
     modes, bounds = correction.get("rollout_rs"), correction.get("rollout_rs_threshold")
     if modes is None or isinstance(modes, str):
         correction["rollout_rs"] = modes = [mode.strip() for mode in (modes or "").split(",") if mode.strip()]
@@ -92,7 +86,7 @@ def in_lists(correction: MutableMapping[str, Any]) -> None:
 
 
 def place_of(key: str, value: Any) -> str:
-    """Return the key that has this value of `key` here: `key` itself, unless verl's has another place."""
+    """Return the key that takes this value of `key` here."""
     name, answer = _nearest(key)
     if answer is None or answer.target is None or any(_same(value, right) for right in answer.accepts):
         return key
@@ -100,9 +94,9 @@ def place_of(key: str, value: Any) -> str:
 
 
 def answer_for(key: str) -> Answer | None:
-    """Return the answer for `key` or for the nearest group that it lies in; None if verl has no such key."""
+    """Return the answer for `key` or the nearest group around it; None if verl has no such key."""
     name, answer = _nearest(key)
-    # What is right for a whole group of one value is not right for a key inside it.
+    # Accepted values of a group are not accepted for a key inside it.
     return answer if answer is None or name == key else dataclasses.replace(answer, accepts=())
 
 
@@ -113,7 +107,7 @@ def _nearest(key: str) -> tuple[str, Answer | None]:
 
 
 def refusal(key: str, value: Any, where: str = "") -> str | None:
-    """Return why verl's `key`, which has an answer, is refused with this value; None if it is taken."""
+    """Return why verl's `key`, which has an answer, is refused with this value."""
     answer = answer_for(key)
     assert answer is not None
     if answer.means_nothing or value is None or any(_same(value, right) for right in answer.accepts):
@@ -126,7 +120,7 @@ def refusal(key: str, value: Any, where: str = "") -> str | None:
 
 
 def _same(value: Any, right: str) -> bool:
-    """Return whether a value is the one that is written so: True and "true", 1 and 1.0 and "1"; but True is not 1."""
+    """Compare by text or number: True and "true", 1 and 1.0 and "1" are the same; True and 1 are not."""
     if str(value).lower() == right.lower():
         return True
     try:
