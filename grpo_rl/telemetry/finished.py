@@ -1,4 +1,4 @@
-"""A run that is done and whose command is typed again: nothing of it is trained twice or thrown away in silence."""
+"""A finished run whose command is typed again: nothing is trained twice or discarded."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _CHANGED_BY_A_RESUME = ("metrics.jsonl", "timeline.jsonl", "status.json", "repor
 
 
 def steps_done(run: Path) -> int:
-    """Return the last step of a run that ended well; 0 for any other."""
+    """Return the last step of a run that ended well, else 0."""
     status = read_status(run)
     return int(status.get("step") or 0) if status.get("state") == "done" else 0
 
 
 def contents_of(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return digests of what a configuration names by a path: the files of the user's functions, and the folders of models."""
+    """Return digests of the user's function files and model folders that a configuration names."""
     return {"functions": digest(user_sources(function_files(config))), "models": digest(model_digests(config))}
 
 
@@ -36,7 +36,7 @@ def contents_changed(run: Path, config: Mapping[str, Any]) -> bool:
 
 
 def nothing_left(run: Path, total: int, config: Mapping[str, Any], *, exports: bool) -> str | None:
-    """Return what to say of a run that has done all of its `total` steps; None if there is something left to do."""
+    """Return the message for a run whose `total` steps are done; None if something is left to do."""
     run_dir, step = RunDir(run), steps_done(run)
     models = [folder for folder in (run_dir.model, run_dir.reward_model) if (folder / "config.json").is_file()]
     if step < total or (exports and not models):
@@ -55,7 +55,7 @@ def nothing_left(run: Path, total: int, config: Mapping[str, Any], *, exports: b
 
 
 def refuse_rewind(run: Path, step: int) -> None:
-    """Raise ConfigError if a run that ended well after a later step would go on from the checkpoint of this one."""
+    """Raise ConfigError if the run ended well after this step, whose checkpoint it would go on from."""
     done = steps_done(run)
     if done > step:
         raise ConfigError(
@@ -67,7 +67,8 @@ def refuse_rewind(run: Path, step: int) -> None:
 
 
 def set_aside_after(run_dir: RunDir, step: int) -> Path | None:
-    """Move what a run has made after this step to `earlier/N`, with copies of the files that go on; None if it made nothing."""
+    """Move what a run made after this step to `earlier/N`, with copies of the files that go on; None if
+    nothing."""
     if max((record["step"] for record in read_metrics(run_dir.metrics_file)), default=0) <= step:
         return None
     aside = run_dir.new_aside()

@@ -1,4 +1,4 @@
-"""A report of what a run achieved: before and after, samples, where everything lies; and its curves as one small picture."""
+"""A report of what a run achieved, and its curves as a picture."""
 
 from __future__ import annotations
 
@@ -31,14 +31,13 @@ _TEXT_LIMIT = 400
 
 
 def final_report(run_dir: RunDir, seconds: float | None = None, num_samples: int = 4) -> str:
-    """Return the report of a finished run, and write it to `report.txt`; see `report_text`."""
     text = report_text(run_dir, seconds, num_samples)
     run_dir.report_file.write_text(text, encoding="utf-8", errors="backslashreplace")
     return text
 
 
 def report_text(run_dir: RunDir, seconds: float | None = None, num_samples: int = 4) -> str:
-    """Return the report of a run as far as it has come, plain text that is safe to print."""
+    """Return the report of a run so far, safe to print."""
     records = read_metrics(run_dir.metrics_file)
     health = ""
     if any(record["step"] > 0 for record in records):
@@ -57,7 +56,6 @@ def report_text(run_dir: RunDir, seconds: float | None = None, num_samples: int 
 
 
 def _before_after(records: Sequence[dict[str, float]]) -> str:
-    """Return the table of results: validation, losses on given answers, and training reward, at first and at last."""
     rows = [
         f"  {safe_text(name, limit=54):<54}"
         + (f" {number(old, 9)} {number(new, 9)} {_signed(new - old)}" if first != last else f" {number(new, 19)}")
@@ -71,7 +69,7 @@ def _signed(change: float) -> str:
 
 
 def _graded(records: Sequence[dict[str, float]]) -> str:
-    """Return the table of what the plan predicted beside what was measured; empty without a prediction."""
+    """Return predictions of the plan beside measurements."""
     rows = [
         f"  {name:<44} {number(predicted, 9)} {number(measured, 9)}{predicted / measured - 1:>+10.0%}"
         for name, predicted, measured in grades(records)
@@ -142,10 +140,8 @@ STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "legend.fontsize": 8,
 }
-"""Matplotlib's settings for pictures of runs."""
 MOST_PANELS = 6
-LEAST_RANGE = 0.02
-"""The range of an axis, as a share of the largest value: what moves less looks like the constant that it is."""
+LEAST_RANGE = 0.02  # of an axis, as a share of the largest value: less looks constant
 TITLES = {
     "train/accuracy": "Pairs in the right order",
     "actor/reward_accuracy": "Pairs in the right order",
@@ -159,7 +155,7 @@ TITLES = {
     "actor/lr": "Learning rate",
     "timing_s/step": "Seconds per step",
 }
-"""Metrics of training by their titles, of which the first that were measured are drawn beside reward or loss."""
+"""Titles of training metrics; the first that were measured are drawn beside reward or loss."""
 
 
 def plot_curves(run_dir: RunDir) -> Path:
@@ -171,8 +167,8 @@ def plot_curves(run_dir: RunDir) -> Path:
 
 
 def curves_figure(name: str, records: Records, keys: Sequence[str] = ()) -> Figure:
-    """Return a figure with one panel for each of these metrics over the steps, under the name of the run."""
-    # Matplotlib takes a second to import, which only a run that draws should pay.
+    """Return a figure with a panel for each metric."""
+    # Importing matplotlib takes a second.
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -198,7 +194,7 @@ def _panels(records: Records) -> list[tuple[str, list[str]]]:
             [("Answers to validation prompts", validation)] if validation else []
         )
     else:
-        # If the reward is a model's opinion on a scale of its own, that of the rules, which validation has.
+        # If the reward is a model's opinion, that of the rules, which validation has.
         reward = "reward/by-rule" if "reward/by-rule" in measured else "reward/mean"
         audits = sorted(
             key.removesuffix("/num_prompts") for key in measured if key.startswith("audit/") and key.endswith("_prompts")
@@ -208,7 +204,7 @@ def _panels(records: Records) -> list[tuple[str, list[str]]]:
 
 
 def _draw(axes: Axes, title: str, records: Records, keys: Sequence[str]) -> None:
-    """Draw metrics of training smoothed, each step faint behind them, and those of validation with a point for each."""
+    """Training metrics are smoothed, each step faint behind; validations are points."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_title(title)
@@ -218,7 +214,6 @@ def _draw(axes: Axes, title: str, records: Records, keys: Sequence[str]) -> None
         steps, values = [step for step, _ in points], [value for _, value in points]
         label = safe_text(validation_name(key) if key.startswith("val/") else key, limit=60)
         if values and key.startswith("val/"):
-            # A reward beside another number of a validation is drawn in dashes.
             dashes = "--" if key.endswith("/reward") else "-"
             axes.plot(steps, values, dashes, color=next(colours), linewidth=1.6, marker="o", markersize=4, label=label)
         elif values and key.startswith("audit/"):
@@ -227,7 +222,7 @@ def _draw(axes: Axes, title: str, records: Records, keys: Sequence[str]) -> None
             axes.plot(steps, values, color="C0", alpha=0.25, linewidth=1)
             axes.plot(steps, smooth(values), color="C0", linewidth=2, label=label)
     if axes.has_data():
-        # A constant is a flat line in the middle, and not its rounding errors over the whole panel.
+        # A constant is a flat line in the middle, instead of its rounding errors.
         low, high = axes.dataLim.intervaly
         room = LEAST_RANGE * max(abs(low), abs(high))
         if math.isfinite(high - low) and high - low < room:
@@ -242,10 +237,8 @@ def _draw(axes: Axes, title: str, records: Records, keys: Sequence[str]) -> None
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Return each value averaged with its neighbours on both sides under a Gaussian of a fortieth of the curve (0.5 to 10 steps).
-
-    Centred, because an average over the past alone would draw every rise too late.
-    """
+    """Average each value with its neighbours under a Gaussian of a fortieth of the curve (0.5 to 10 steps),
+    centred: an average over the past would draw rises too late."""
     sigma = min(10.0, max(0.5, len(values) / 40))
     reach = math.ceil(3 * sigma)
     weights = np.exp(-0.5 * (np.arange(-reach, reach + 1) / sigma) ** 2)

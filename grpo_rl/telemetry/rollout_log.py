@@ -1,4 +1,4 @@
-"""The files rollouts/step_N.jsonl and val/step_N.jsonl: one line per response, with all that the run has of it."""
+"""rollouts/step_N.jsonl and val/step_N.jsonl: one line per response."""
 
 from __future__ import annotations
 
@@ -24,19 +24,17 @@ if TYPE_CHECKING:  # types imports torch, which reading a log does not need
     from grpo_rl.types import Episode, Rollout
 
 Kind = Literal["rollouts", "val"]
-WRITE_S = 3600.0
-"""The longest time in which one step's rollouts are written."""
+WRITE_S = 3600.0  # the longest time in which a step's rollouts are written
 CLOSE_S = 30.0
 MOST_REWARD_PARTS = 1000
 _LATE = f"the rollouts of a step were not written to the log within {WRITE_S:.0f} s"
 
 
 class RolloutLog:
-    """Writes the rollouts of a step as one JSON line each.
+    """Writes the rollouts of a step as JSON lines; with `beside` in a thread, while the run goes on.
 
-    With `beside` a thread writes them while the run goes on. At most two steps are then unfinished, one of them being
-    written: `write` waits before it lets a third come. A process that is killed leaves out those two at most, and no
-    file is there in part. `flush` waits until all are there; a checkpoint is committed after it.
+    At most two steps are unfinished then, which a killed process leaves out whole: `write` waits before a
+    third. A checkpoint is committed after `flush`.
     """
 
     def __init__(
@@ -48,8 +46,7 @@ class RolloutLog:
         written: Callable[[Kind, int, Path], None] = lambda kind, step, path: None,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._written = written
-        """A function called with each file when it is whole, by the thread that writes."""
+        self._written = written  # called by the writing thread with each whole file
         self._warn, self._is_failing = warn, False
         self._folders: dict[Kind, Path] = {"rollouts": run_dir.rollouts, "val": run_dir.val}
         self._token_groups = token_groups
@@ -62,10 +59,10 @@ class RolloutLog:
     def write(
         self, kind: Kind, step: int, rollouts: Sequence[Rollout], advantages: Sequence[float | None] | None = None
     ) -> Path:
-        """Write `<kind>/step_<step>.jsonl`, which is complete or not there at all, and return its path.
+        """Write `<kind>/step_<step>.jsonl` whole, and return its path.
 
-        `advantages` has one entry per rollout, None for a rollout that is not trained. A disk that fails costs no step: the
-        file is left out, with a warning. Raises, with `beside`, what else went wrong with an earlier one.
+        `advantages`: one per rollout, None if it is not trained. A disk that fails leaves out the file, with
+        a warning. Raises, with `beside`, any other failure of an earlier file.
         """
         if advantages is not None and len(advantages) != len(rollouts):
             raise ValueError(f"{len(rollouts)} rollouts but {len(advantages)} advantages")
@@ -94,7 +91,7 @@ class RolloutLog:
             self._written(kind, step, path)
 
     def flush(self) -> None:
-        """Wait until everything is written that the disk takes. Raises what else went wrong."""
+        """Wait until all is written that the disk takes. Raises any other failure."""
         if self._thread is not None and self._thread.is_alive():
             done = threading.Event()
             self._put(done.set)
@@ -103,14 +100,13 @@ class RolloutLog:
         self._raise_failure()
 
     def close(self) -> None:
-        """End the thread. What is not written within some seconds is given up: a run that fails may have lost its store."""
+        """End the thread, after some seconds whatever is unwritten: a failed run may have lost its store."""
         if self._thread is not None and self._thread.is_alive():
             with contextlib.suppress(queue.Full):
                 self._jobs.put(None, timeout=CLOSE_S)
             self._thread.join(CLOSE_S)
 
     def truncate_after(self, step: int) -> None:
-        """Remove the files of later steps: a resumed run writes them again."""
         for folder in self._folders.values():
             for other_step, path in step_files(folder):
                 if other_step > step:
@@ -128,7 +124,7 @@ class RolloutLog:
                 job()
             except BaseException as error:  # raised again in the run's thread
                 self._failure = self._failure or error
-            # Until the next one comes, the thread must not hold a step's rollouts, and with them their blocks.
+            # Until the next job comes, the thread must not hold a step's rollouts and their blocks.
             del job
 
     def _raise_failure(self) -> None:
@@ -140,7 +136,6 @@ class RolloutLog:
 def write_rollouts(
     path: Path, rollouts: Sequence[Rollout], advantages: Sequence[float | None] | None = None, token_groups: int = 0
 ) -> Path:
-    """Write one line per rollout to `path`, which is complete or not there at all, and return it."""
     uids = set(list(dict.fromkeys(rollout.prompt.uid for rollout in rollouts))[:token_groups])
     temporary = path.with_suffix(".tmp")
     with temporary.open("wb") as file:
@@ -148,7 +143,7 @@ def write_rollouts(
             record = record_of(rollout, advantage)
             line = dump_line(record | (token_record(rollout) if rollout.prompt.uid in uids else {}))
             hidden = hide_known(line)
-            if hidden != line:  # the tokens would give away what is hidden in the text
+            if hidden != line:  # the tokens would show what is hidden in the text
                 hidden = hide_known(dump_line(record))
             file.write(hidden.encode("ascii"))
     os.replace(temporary, path)
@@ -156,7 +151,6 @@ def write_rollouts(
 
 
 def record_of(rollout: Rollout, advantage: float | None = None) -> dict[str, Any]:
-    """Return one rollout as a line of the log has it, without its tokens."""
     logprobs = np.asarray(rollout.rollout_logprobs)
     sampled = np.concatenate([logprobs[start : start + length] for start, length in rollout.spans] or [logprobs[:0]])
     optional = {
@@ -188,15 +182,15 @@ def record_of(rollout: Rollout, advantage: float | None = None) -> dict[str, Any
 
 
 def token_record(rollout: Rollout) -> dict[str, Any]:
-    """Return the tokens of a rollout as a line of the log has them: their ids, and their log-probs under the policy that sampled them."""
+    """Return token ids, and their log-probs under the policy that sampled them."""
     logprobs = np.asarray(rollout.rollout_logprobs)
     return {"token_ids": np.asarray(rollout.response_ids), "token_logprobs": [round(value, 4) for value in logprobs.tolist()]}
 
 
 def episode_record(episode: Episode) -> dict[str, Any]:
-    """Return an episode as the log has it: the conversation, and of each assistant turn its sampled tokens and its reward.
+    """Return an episode's conversation, with tokens and reward of each assistant turn.
 
-    `spans` are start and length, in the response, of the tokens that were sampled; all others are context.
+    `spans`: start and length, in the response, of sampled tokens; all others are context.
     """
     turns = iter(episode.turns)
     messages: list[dict[str, Any]] = []
@@ -216,10 +210,7 @@ def episode_record(episode: Episode) -> dict[str, Any]:
 
 
 def read_rollouts(path: Path) -> list[dict[str, Any]]:
-    """Return the records of one file that `RolloutLog.write` wrote.
-
-    Raises DataError if it cannot be read, and for the first line with a field of another form than the writer's.
-    """
+    """Raises DataError if the file cannot be read, or a field has another form than the writer's."""
     records = []
     for number, record in read_lines(path):
         if record is None:
@@ -241,7 +232,6 @@ def _are(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def _is_episode(value: Any) -> bool:
-    """Return whether this is a conversation, with the places of its sampled turns."""
     spans = _are(lambda span: _are(is_count)(span) and len(span) == 2)
     messages = _are(lambda message: isinstance(message, dict))
     return isinstance(value, dict) and messages(value.get("messages", [])) and spans(value.get("spans", []))
@@ -263,17 +253,17 @@ FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "episode": ("an object with messages and spans", _is_episode),
 }
-"""The form of a field of the log, by its name; null stands for one that is not known."""
+"""The form of each field, which may be null, meaning unknown."""
 
 
 def prompt_key(record: Mapping[str, Any]) -> tuple[str, str]:
-    """Return what names the prompt of a logged rollout at every step: its row of the data, and its text."""
+    """Return what names a logged rollout's prompt at every step: its row of the data, and its text."""
     row = re.search(r"-r?(\d+)$", str(record.get("uid")))
     return f"row {row[1]}" if row else f"answer {record.get('ground_truth')}", str(record.get("prompt", ""))
 
 
 def step_files(folder: Path) -> list[tuple[int, Path]]:
-    """Return (step, file) of every step in `folder`, ascending; none if there is no such folder."""
+    """Return (step, file) ascending, none if there is no such folder."""
     files = []
     for path in folder.iterdir() if folder.is_dir() else ():
         match = re.fullmatch(r"step_([0-9]{1,9})\.jsonl", path.name)
@@ -283,7 +273,7 @@ def step_files(folder: Path) -> list[tuple[int, Path]]:
 
 
 def step_file(folder: Path, step: int | None) -> tuple[int, Path]:
-    """Return (step, file) of a step in `folder`, the last one for None. Raises DataError with the steps there are."""
+    """As `step_files`, of one step, None: the last. Raises DataError with the steps there are."""
     files = dict(step_files(folder))
     if not files:
         raise DataError(f"{folder}: no rollouts were logged (step_N.jsonl; trainer.save_rollouts)")

@@ -1,4 +1,4 @@
-"""The folder of a run: where everything that it writes lies."""
+"""The folder of a run."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from grpo_rl.config.schema.fields import flat, sections
 from grpo_rl.errors import ConfigError, DataError, did_you_mean
 from grpo_rl.run_files import parsed, read_text, read_yaml
 
-RUNS = Path("runs")
-"""The folder in which runs lie unless another one is configured: a name is looked for there as well."""
+RUNS = Path("runs")  # the default folder of runs, where names are looked for as well
 _SUBFOLDERS = ("tensorboard", "rollouts", "val", "plots", "logs", "checkpoints")
 _EARLIER = "earlier"
 LOCK_FILE = ".lock"
@@ -31,8 +30,6 @@ _STARTED = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
 
 
 class _Place:
-    """A file or folder in a run's folder, as an attribute of `RunDir`."""
-
     def __init__(self, name: str) -> None:
         self._name = name
 
@@ -42,7 +39,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """Paths inside one run's folder. Made by `RunDir.create`, which also keeps other processes out of it."""
+    """`create` also keeps other processes out of it."""
 
     path: Path
     _lock: RunLock | None = field(default=None, repr=False, compare=False)
@@ -54,21 +51,17 @@ class RunDir:
     metrics_file = _Place("metrics.jsonl")
     timeline_file = _Place("timeline.jsonl")
     status_file = _Place("status.json")
-    engine_orders = _Place("engine_orders.jsonl")
-    """What `grpo-rl engines` asks of the run, one order a line."""
-    session_file = _Place("session.json")
-    """What identifies the processes of a run: the next run of this name ends those that this one may leave."""
+    engine_orders = _Place("engine_orders.jsonl")  # what `grpo-rl engines` asks for, an order a line
+    session_file = _Place("session.json")  # the run's processes: the next run of this name ends leftovers
     report_file = _Place("report.txt")
     tensorboard = _Place("tensorboard")
     rollouts = _Place("rollouts")
     val = _Place("val")
-    collected = _Place("collected")
-    """The responses that were sampled before training, which the collection makes."""
+    collected = _Place("collected")  # responses sampled before training
     plots = _Place("plots")
     logs = _Place("logs")
     checkpoints = _Place("checkpoints")
-    recovery = _Place("recovery")
-    """The checkpoint that a run without `trainer.save_freq` keeps for itself while it lasts."""
+    recovery = _Place("recovery")  # the checkpoint of a run without `trainer.save_freq`, while it lasts
     model = _Place("model")
     reward_model = _Place("reward_model")
 
@@ -78,10 +71,10 @@ class RunDir:
 
     @classmethod
     def create(cls, base: str | Path, experiment_name: str | None = None) -> RunDir:
-        """Return the folder `<base>/<experiment_name>`, made if it is not there; without a name, a new one with the date.
+        """Make, if need be, and lock `<base>/<experiment_name>`; without a name, a new one with the date.
 
-        Raises ConfigError for a name that leaves `base`, for a folder that cannot be made, for one in which another process is
-        running, and for one that somebody has prepared with links or pipes in the places of files.
+        Raises ConfigError if the name leaves `base`, the folder cannot be made, another process runs in it,
+        or links or pipes take the places of files.
         """
         base = Path(base).expanduser()
         path = base / dated_name() if experiment_name is None else _named_path(base, experiment_name)
@@ -95,7 +88,6 @@ class RunDir:
         return run_dir
 
     def written(self) -> list[tuple[str, Path]]:
-        """Return name and path of what the run has written for people."""
         places = {
             "page": self.page_file,
             "curves": self.plots / "curves.png",
@@ -113,7 +105,7 @@ class RunDir:
         return [(name, path) for name, path in places.items() if (any(path.iterdir()) if path.is_dir() else path.exists())]
 
     def write_config(self, resolved_yaml: str, overrides: Sequence[str]) -> None:
-        """Write `config.yaml` and `overrides.txt`; different ones from before a resume stay beside them, numbered."""
+        """Different files from before a resume stay beside the new ones, numbered."""
         for file, text in ((self.config_file, resolved_yaml), (self.overrides_file, "".join(f"{o}\n" for o in overrides))):
             previous = None
             with suppress(DataError):
@@ -123,10 +115,10 @@ class RunDir:
             file.write_text(text, encoding="utf-8")
 
     def changes(self, resolved_yaml: str, earlier: Path | None = None) -> list[str]:
-        """Return what differs between `resolved_yaml` and the configuration of this run's last start: `key: old -> new`.
+        """Return `key: old -> new` against the configuration of this run's last start, or of the run
+        `earlier` if it had none.
 
-        `earlier` is the folder of another run, whose configuration is compared with if this run has had no start yet.
-        To be called before `write_config`. Empty if there is nothing to compare with.
+        To be called before `write_config`. Empty without anything to compare with.
         """
         for folder in (self.path, earlier):
             if folder is None:
@@ -141,7 +133,7 @@ class RunDir:
         return [f"{key}: {old_value} -> {current}" for key, (old_value, current) in texts.items() if old_value != current]
 
     def start_fresh(self, keep: Sequence[Path] = ()) -> Path | None:
-        """Move what an earlier run of this name left into `earlier/N`, and return that folder; None if there was nothing."""
+        """Move an earlier run's files to `earlier/N`, and return that folder; None if there were none."""
         untouched = (_EARLIER, LOCK_FILE, *(path.name for path in keep))
         entries = [entry for entry in sorted(self.path.iterdir()) if entry.name not in untouched]
         if not any(entry.is_file() or any(entry.iterdir()) for entry in entries):
@@ -153,7 +145,7 @@ class RunDir:
         return aside
 
     def set_aside(self, folder: Path) -> Path:
-        """Move one folder of an earlier run of this name into `earlier/N`, and return where it is."""
+        """Move one folder into `earlier/N`, and return its place."""
         return folder.rename(self.new_aside() / folder.name)
 
     def new_aside(self) -> Path:
@@ -172,7 +164,7 @@ class RunDir:
 
 
 def run_config(run: Path) -> dict[str, Any]:
-    """Return config.yaml of a run, nested. Raises DataError if it cannot be read, and if a group of keys is a value."""
+    """Raises DataError if config.yaml cannot be read, or a group of keys is a value."""
     config = read_yaml(run / "config.yaml")
     for section in sorted(sections()):
         value: Any = config
@@ -184,9 +176,9 @@ def run_config(run: Path) -> dict[str, Any]:
 
 
 def named_run(text: str) -> Path | None:
-    """Return the folder of the run that `text` names: a folder, or a name below `runs`; None if there is none.
+    """Return the run that `text` names, by folder or by name below `runs`; None if there is none.
 
-    Raises DataError for links in it that lead out of it.
+    Raises DataError for links that lead out of it.
     """
     folders = [Path(text).expanduser()]
     if not Path(text).is_absolute() and ".." not in Path(text).parts:
@@ -200,9 +192,9 @@ def named_run(text: str) -> Path | None:
 
 
 def find_run(text: str) -> Path:
-    """Return the folder of the run that `text` names, or any other folder: part of a run may be all that there is to look at.
+    """As `named_run`, or any other folder: part of a run may be all that there is.
 
-    Raises ConfigError if there is neither, and DataError for links in it that lead out of it.
+    Raises ConfigError if there is neither.
     """
     run, folder = named_run(text), Path(text).expanduser()
     if run is not None:
@@ -214,7 +206,7 @@ def find_run(text: str) -> Path:
 
 
 def no_run(text: str, nor: str = "") -> str:
-    """Return the message that `text` names no run, `nor` what else was looked for; with the nearest run, or those below it."""
+    """Return the message that `text` names no run, nor `nor`; with the nearest run, or those below it."""
     known = [str(folder.parent) for folder in RUNS.glob("**/config.yaml") if len(folder.parts) <= 4]
     hint = did_you_mean(text, [*known, *(Path(name).name for name in known)], most=1)
     if os.path.isdir(text) and (below := sorted(path.parent.name for path in Path(text).glob("*/config.yaml"))):
@@ -224,7 +216,7 @@ def no_run(text: str, nor: str = "") -> str:
 
 
 def refuse_links(run: Path) -> None:
-    """Raise DataError for a link in a run's folder that leads out of it: what is read or copied from a run lies in the run."""
+    """Raise DataError for a link that leads out of the run's folder."""
     for link in links_out(run):
         if link != Path(os.path.realpath(run), "checkpoints"):
             raise DataError(
@@ -234,7 +226,7 @@ def refuse_links(run: Path) -> None:
 
 
 def links_out(folder: Path, *, deep: bool = True) -> Iterator[Path]:
-    """Yield the links in a folder that lead out of it: anywhere, or with `deep=False` in itself and its direct subfolders."""
+    """Yield links that lead out of a folder; with `deep=False` from itself and its direct subfolders only."""
     root = os.path.realpath(folder)
     inside = [root]
     if Path(root).parent.name == "snapshots":
@@ -248,7 +240,7 @@ def links_out(folder: Path, *, deep: bool = True) -> Iterator[Path]:
 
 
 def dated_name() -> str:
-    # Two runs may start in the same second; four hex digits keep them apart.
+    # For two runs that start in the same second.
     return f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{secrets.token_hex(2)}"
 
 
@@ -256,14 +248,14 @@ def _named_path(base: Path, name: str) -> Path:
     if not stays_below(name):
         raise ConfigError(f"trainer.experiment_name={name!r}: {NAME_RULE}")
     path = base / name
-    # A symbolic link below base may lead out of it.
+    # A symbolic link may lead out of base.
     if not path.resolve().is_relative_to(base.resolve()):
         raise ConfigError(f"trainer.experiment_name={name!r} leads to {path.resolve()}: {NAME_RULE}")
     return path
 
 
 def refuse_taken(base: str | Path, experiment_name: str | None) -> None:
-    """Raise ConfigError if another process is running under this name; leave everything as it is."""
+    """Raise ConfigError if another process runs under this name."""
     if experiment_name is None:
         return
     path = _named_path(Path(base).expanduser(), experiment_name)
@@ -273,7 +265,7 @@ def refuse_taken(base: str | Path, experiment_name: str | None) -> None:
 
 
 def _refuse_prepared(run: Path) -> None:
-    """Raise ConfigError if a run that goes on in this folder would read or write elsewhere: links out of it, pipes, devices."""
+    """Raise ConfigError for links out of the folder, pipes and devices in it."""
     links = [link for link in links_out(run) if link.parent != Path(os.path.realpath(run)) or not link.is_dir()]
     places = (Path(place, name) for place, _, names in os.walk(run) for name in names)
     for path in (*links, *(path for path in places if not (path.is_file() or path.is_symlink()))):
@@ -282,7 +274,6 @@ def _refuse_prepared(run: Path) -> None:
 
 
 def _first_free(pattern: Path) -> Path:
-    """Return `pattern` with {} replaced by the first of 1, 2, 3, ... for which nothing is there."""
     number = 1
     while True:
         path = pattern.with_name(pattern.name.format(number))
@@ -295,17 +286,14 @@ def _first_free(pattern: Path) -> Path:
 
 
 class RunLock:
-    """Keeps other processes out of a run's folder until `release`, or until this process ends, however it ends.
+    """Keeps other processes out of a run's folder until `release` or the end of this process.
 
-    The kernel's lock on the file `.lock` decides, on one machine and on network file systems that have locks. The file
-    says whose it is, and decides on a file system without locks: an owner on another machine is taken to be alive there.
+    The kernel's lock on `.lock` decides, also on network file systems with locks. Without locks the file's
+    text decides: an owner on another machine is taken to be alive.
     """
 
     def __init__(self, folder: Path, *, claim: bool = True) -> None:
-        """Take the lock of this folder; without `claim`, look only whether the folder is free.
-
-        Raises ConfigError with the owner if another process has it.
-        """
+        """Raises ConfigError with the owner if it is taken. Without `claim` only look."""
         descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -341,7 +329,6 @@ def _myself() -> dict[str, Any]:
 
 
 def _owner(descriptor: int) -> dict[str, Any]:
-    """Return what the lock's file says of its owner; empty if it says nothing that can be read."""
     try:
         owner = parsed(os.pread(descriptor, 1000, 0).decode("utf-8", errors="replace"))
     except ValueError:
@@ -350,7 +337,7 @@ def _owner(descriptor: int) -> dict[str, Any]:
 
 
 def _is_alive(descriptor: int) -> bool:
-    """Return whether the owner in the text may still be running, if the kernel's lock cannot say it."""
+    """Return whether the owner may still be running, on a file system without locks."""
     owner = _owner(descriptor)
     if owner.get("host") == socket.gethostname():
         return owner.get("pid") != os.getpid() and Path(f"/proc/{owner.get('pid')}").exists()

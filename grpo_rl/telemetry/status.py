@@ -1,4 +1,4 @@
-"""status.json in the run's folder: what the run is doing, for a look from outside."""
+"""status.json: what a run is doing, for a look from outside."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ from grpo_rl.run_files import read_json, write_whole
 from grpo_rl.telemetry.metrics.metrics_file import is_count, jsonable
 
 FINAL_WAIT_S = 5.0
-MOST_TIME = 10**11
-"""Unix seconds of a year that no clock shows, and that a date can have."""
+MOST_TIME = 10**11  # Unix seconds that a date can have
 
 
 class Status:
-    """One JSON object, replaced as a whole, so that a reader never sees half of it."""
+    """A JSON object, replaced as a whole."""
 
     def __init__(self, path: Path | None = None, fields: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """`fields` are those of a process that has ended."""
+        """`fields`: those of an ended process."""
         self.path = path
         self._fields: dict[str, Any] = {
             "state": "running",
@@ -44,8 +43,7 @@ class Status:
         }
         self._changed = threading.Condition()
         self._version = self._written = 0
-        self.ended_with: int | None = None
-        """The exit code that `end` wrote down; None while the run goes on."""
+        self.ended_with: int | None = None  # exit code; None while the run goes on
         self._thread: threading.Thread | None = None
         if path is not None:
             self._thread = threading.Thread(target=self._run, name="status", daemon=True)
@@ -64,7 +62,6 @@ class Status:
         return bool(self._fields["step"])
 
     def where(self) -> str:
-        """Return step and phase, once there are any."""
         return f"step {self._fields['step']}, {self._fields['phase']}" if self._fields["step"] else str(self._fields["phase"])
 
     def going_on(self) -> str:
@@ -75,17 +72,16 @@ class Status:
         return f"the same command goes on from step {commit}, the last commit"
 
     def count_restart(self, worker: str, pid: int | None) -> None:
-        """Count a worker that is lost and started again, with None, or note the id of its new process. From any thread."""
+        """Count a worker that is lost and started again (None), or note its new process's id. From any
+        thread."""
         with self._changed:
             restarts = dict(self._fields["restarts"])
             restarts[worker] = restarts.get(worker, 0) + (pid is None)
             self.update(restarts=restarts, workers={**self._fields.get("workers", {}), worker: pid})
 
     def end(self, error: BaseException | None = None) -> None:
-        """Write how the run ended: done, preempted or failed. It is on the disk when this returns, unless that takes FINAL_WAIT_S.
-
-        The first call decides: what fails while the run is being taken down does not change how it ended.
-        """
+        """Write how the run ended, within FINAL_WAIT_S. The first call decides: what fails during shutdown
+        changes nothing."""
         with self._changed:
             if self.ended_with is not None:
                 return
@@ -113,7 +109,7 @@ class Status:
 
     def _write(self, text: str) -> None:
         assert self.path is not None
-        with suppress(OSError):  # the next change tries again; the run must not depend on being watched
+        with suppress(OSError):  # the next change tries again
             write_whole(self.path, redact(text) + "\n")
 
 
@@ -128,7 +124,7 @@ _FORMS: dict[str, Callable[[Any], bool]] = {
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """Return the status of the run in `folder`, without fields of another form than `Status` writes; empty if it has none."""
+    """Return a run's status without malformed fields; empty if it has none."""
     with suppress(DataError):
         status = read_json(folder / "status.json")
         if isinstance(status, dict):
@@ -137,7 +133,7 @@ def read_status(folder: Path) -> dict[str, Any]:
 
 
 def current_status(folder: Path, state: str | None = None) -> dict[str, Any]:
-    """Return the status of the run in `folder`, with the state `lost` if its process is gone, or with `state` if one is given."""
+    """As `read_status`, with this state, or `lost` if its process is gone."""
     status = read_status(folder)
     if state is not None or is_gone(status):
         status["state"] = state or "lost"
@@ -145,7 +141,7 @@ def current_status(folder: Path, state: str | None = None) -> dict[str, Any]:
 
 
 def is_gone(status: Mapping[str, Any]) -> bool:
-    """Return whether a run that says it is running has no process any more; it can be seen on the same machine only."""
+    """Return whether a running run has no process any more, which shows on the same machine only."""
     pid = status.get("pid")
     if status.get("state") != "running" or status.get("host") != socket.gethostname() or not isinstance(pid, int):
         return False

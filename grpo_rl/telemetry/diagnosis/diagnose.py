@@ -12,29 +12,25 @@ from grpo_rl.telemetry.diagnosis.rules import RULES
 from grpo_rl.telemetry.diagnosis.run_record import Finding, RunRecord
 from grpo_rl.telemetry.terminal.text import safe_text
 
-ALARM = "alarm/"
-"""The metric `alarm/<name>` is 1 in the step in which an illness is first seen."""
-REMEMBERED = 400
-"""The number of last steps that are looked at, so that a step of a long run costs no more than one of a short run."""
-FEWEST_STEPS = 5
-"""The training steps below which finding nothing says nothing: most rules need as many."""
+ALARM = "alarm/"  # this metric with its name is 1 in the step in which an illness is first seen
+REMEMBERED = 400  # last steps that are looked at, so that a long run's step costs no more
+FEWEST_STEPS = 5  # with fewer steps finding nothing says nothing: most rules need as many
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """All findings about a run, the most important first: it explains most."""
+    """Findings, the most important first."""
 
     findings: tuple[Finding, ...]
     num_steps: int
 
     @property
     def is_undecided(self) -> bool:
-        """True if nothing was found, in too few steps to find much."""
         return not self.findings and self.num_steps < FEWEST_STEPS
 
 
 def diagnose(run: RunRecord) -> Diagnosis:
-    """Return what the rules find, the gravest first; among equals in the order of RULES. One finding of a name is enough."""
+    """Return the rules' findings, the gravest first, among equals in the order of RULES; one of each name."""
     findings: dict[str, Finding] = {}
     for rule in RULES:
         finding = rule(run)
@@ -44,7 +40,7 @@ def diagnose(run: RunRecord) -> Diagnosis:
 
 
 def as_text(diagnosis: Diagnosis, *, brief: bool = False) -> str:
-    """Return the diagnosis for people, safe to print: what is wrong first, then what to change."""
+    """Return the diagnosis for people, safe to print."""
     if diagnosis.is_undecided:
         lines = [f"{diagnosis.num_steps} training steps are too few to judge; nothing is wrong so far."]
     elif not diagnosis.findings:
@@ -72,21 +68,17 @@ def as_text(diagnosis: Diagnosis, *, brief: bool = False) -> str:
 
 
 class Alarms:
-    """Looks at the metrics of each step. Rollouts are not read here: the command `doctor` and the report do that."""
-
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
         self._records: deque[Mapping[str, float]] = deque(maxlen=REMEMBERED)
         self._said: set[str] = set()
 
     def resume(self, records: list[dict[str, float]]) -> None:
-        """Go on behind the steps that an earlier process logged; what it named is not named again."""
         for record in records:
             self._records.append(record)
             self._said |= {key.removeprefix(ALARM) for key in record if key.startswith(ALARM)}
 
     def see(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
-        """Return the illnesses that are seen with this step for the first time."""
         self._records.append({"step": step, **metrics})
         findings = diagnose(RunRecord(self._config, list(self._records))).findings
         new = [finding for finding in findings if finding.name not in self._said]
@@ -95,5 +87,4 @@ class Alarms:
 
 
 def as_warning(finding: Finding) -> str:
-    """Return a finding as one line of the screen, with the likeliest remedy; the doctor shows the others."""
     return f"{finding.title} {finding.evidence}. Likeliest remedy: {finding.advice[0]} [{finding.name}: docs/doctor.md]"

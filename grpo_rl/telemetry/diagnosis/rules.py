@@ -1,4 +1,4 @@
-"""The doctor's rules: each looks at a run for one illness, or a few that show alike. Their words are in illnesses.yaml."""
+"""The doctor's rules: each looks at a run for one illness, or a few that show alike."""
 
 from __future__ import annotations
 
@@ -19,49 +19,31 @@ from grpo_rl.telemetry.rollout_log import prompt_key
 from grpo_rl.telemetry.terminal.step_line import FAILURES, OVERALL
 
 ILLNESSES: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("illnesses.yaml"))
-"""Title, meaning, advice and source of each illness by its name."""
-FEW_STEPS = 3
-"""Steps after which a reward that never varies is no accident."""
-COLLAPSED = 0.1
-"""The share of its first entropy below which a policy hardly explores."""
-FALLEN = 0.5
-"""The share of its first entropy below which a policy hardly explores if its groups have lost their signal meanwhile."""
-LITTLE = 0.02
-"""Nats per token below which a policy is as good as deterministic, whatever it began with."""
-AGREES = 0.02
-"""The mean difference of log-probs, in nats, up to which bfloat16 explains that sampler and trainer differ."""
+FEW_STEPS = 3  # steps after which a reward that never varies is no accident
+COLLAPSED = 0.1  # share of its first entropy below which a policy hardly explores
+FALLEN = 0.5  # the same if its groups have lost their signal meanwhile
+LITTLE = 0.02  # nats per token below which a policy is as good as deterministic
+AGREES = 0.02  # nats per token of sampler and trainer apart that bfloat16 explains
 DISAGREES = 0.1
-FEW_EFFECTIVE = 0.3
-"""The effective sample size, as a share, below which a corrected batch is worth less than a third of its tokens."""
-FAR_OFF = 0.3
-"""The mean difference of log-probs, in nats, above which stale tokens are far from the policy that they train."""
+FEW_EFFECTIVE = 0.3  # effective sample size of a corrected batch, as a share of its tokens
+FAR_OFF = 0.3  # nats per token at which stale tokens are far from the policy that they train
 CLIPPED_OF_ALL = 0.1
-MANY_CLIPPED = 0.3
-"""The share of clipped tokens above which most of a batch has no gradient."""
+MANY_CLIPPED = 0.3  # share of clipped tokens
 MANY_CUT = 0.5
-LONG = 200
-"""The number of characters that a response needs before its compressed size shows repetition."""
-REPEATS = 0.15
-"""The size after compression, as a share, below which a text says the same again and again; prose has 0.4 to 0.6."""
-KL_STEP = 0.5
-"""Nats per token by which one batch's updates may move the policy. If they move it further, the ratio says nothing."""
-KL_FAR = 1.0
-"""Nats per token from the reference at which a policy has usually lost what its reference could do."""
-LOST_IN_ROUNDING = 1e-9
-"""The learning rate below which AdamW's step, of about that size, is lost if it is added to a float32 weight of 0.02."""
-MANY_FAILURES = 0.05
-"""The share of rewards that fail from which on they change what is learnt."""
-FALSE_ALARM = 0.05
-"""The chance that an honest run is taken for one whose reward is exploited, by all looks at it together."""
-COMPARED_STEPS = 5
-"""Steps of a block, which is compared with each block before it."""
-RISE = NormalDist().inv_cdf(0.95)
-"""Standard errors from which on a reward has risen: at one look in twenty a rise by chance is taken for one."""
+LONG = 200  # characters that a response needs before its compressed size shows repetition
+REPEATS = 0.15  # compressed size as a share; prose has 0.4 to 0.6
+KL_STEP = 0.5  # nats per token by which one batch's updates may move the policy
+KL_FAR = 1.0  # nats per token at which a policy has usually lost what its reference could do
+LOST_IN_ROUNDING = 1e-9  # AdamW's step is about lr; added to a float32 weight of 0.02 it is lost
+MANY_FAILURES = 0.05  # share of failed rewards that changes what is learned
+FALSE_ALARM = 0.05  # chance that an honest run is called exploited, over all looks together
+COMPARED_STEPS = 5  # steps of a block, which is compared with each block before it
+RISE = NormalDist().inv_cdf(0.95)  # standard errors: one rise by chance in twenty looks
 TINY = 1e-9
 
 
 def finding(name: str, since: int, evidence: str, *, watch: bool = False, **values: Any) -> Finding:
-    """Return the finding of this illness, whose words are filled with `values`. With `watch` it is on its way there."""
+    """Return the finding of an illness, its words filled with `values`; `watch`: it is on its way there."""
     words = ILLNESSES[name]
     title, meaning = (words[part].format(**values) for part in ("title", "meaning"))
     advice = tuple(text.format(**values) for text in words["advice"])
@@ -72,7 +54,6 @@ def finding(name: str, since: int, evidence: str, *, watch: bool = False, **valu
 
 
 def nonfinite(run: RunRecord) -> Finding | None:
-    """Find updates that were left out, as their loss or gradient was not finite."""
     bad = [step for key in ("actor/nonfinite", "critic/nonfinite") for step, value in run.series(key).points if value > 0]
     if not bad:
         return None
@@ -81,7 +62,6 @@ def nonfinite(run: RunRecord) -> Finding | None:
 
 
 def tool_fails(run: RunRecord) -> Finding | None:
-    """Find a tool of which every call has raised an error or taken too long."""
     for key in sorted({key for record in run.training for key in record if key.startswith("episode/tool_errors/")}):
         name = key.removeprefix("episode/tool_errors/")
         calls, errors = run.series(f"episode/tool_calls/{name}"), run.series(key)
@@ -92,7 +72,6 @@ def tool_fails(run: RunRecord) -> Finding | None:
 
 
 def nothing_trained(run: RunRecord) -> Finding | None:
-    """Find corrections that leave no token to train."""
     trained = run.series("rollout/trained_token_fraction")
     if not trained or trained.now > 0:
         return None
@@ -102,7 +81,7 @@ def nothing_trained(run: RunRecord) -> Finding | None:
 
 
 def learning_rate_zero(run: RunRecord) -> Finding | None:
-    """Find a learning rate that is 0, or so small that it changes no weight, and is not about to rise."""
+    """Find a rate that is 0, or so small that it changes no weight, and not about to rise."""
     rates = run.series("actor/lr")
     if len(rates) < 3 or max(rates.values[-3:]) > LOST_IN_ROUNDING:
         return None
@@ -113,12 +92,12 @@ def learning_rate_zero(run: RunRecord) -> Finding | None:
 
 
 def learning_rate_too_high(run: RunRecord) -> Finding | None:
-    """Find single batches that move the policy too far, while the reward does not gain by it."""
+    """Find single batches that move the policy too far without a gain in reward."""
     rewards, kl, rates = run.series("reward/mean"), run.series("actor/kl_loss"), run.series("actor/lr")
     # Stale tokens are several updates away from the policy, each of which may be small.
     is_stale = max(run.series("staleness/max").values, default=0.0) > 1
     moves = [] if is_stale else [(step, abs(value)) for step, value in run.series("actor/ppo_kl").points]
-    # A KL that grows from step to step has other causes; one step that does more than all before it is too large.
+    # A KL that grows from step to step has other causes: one step has to add more than all before.
     moves += [(at, value - previous) for (_, previous), (at, value) in itertools.pairwise(kl.points) if value > 3 * previous]
     large = [(step, value) for step, value in moves if value > KL_STEP and not _was_random(run, step)]
     if not large or not rewards or _gains(rewards):
@@ -130,14 +109,14 @@ def learning_rate_too_high(run: RunRecord) -> Finding | None:
 
 
 def _was_random(run: RunRecord, step: int) -> bool:
-    """Return whether the entropy had grown by half before this step: then the policy was leaving already, for another cause."""
+    """Return whether the entropy had grown by half before: then the policy was leaving for another cause."""
     points = run.entropy().points
     earlier = [value for at, value in points if at < step]
     return bool(earlier) and earlier[-1] > 1.5 * points[0][1]
 
 
 def _gains(rewards: Series) -> bool:
-    """Return whether the reward is above its beginning by a tenth of what it varies by, and not far below its best."""
+    """Return whether the reward has gained a tenth of its range, and is not far below its best."""
     low, high = min(rewards.values), max(rewards.values)
     return rewards.last > rewards.first + 0.1 * (high - low) and rewards.last > low + 0.5 * (high - low)
 
@@ -166,11 +145,10 @@ def prompts_cut(run: RunRecord) -> Finding | None:
 
 
 def entropy_collapse(run: RunRecord) -> Finding | None:
-    """Find a policy that has stopped to explore before the task is solved."""
+    """Find a policy that has stopped exploring before the task is solved."""
     entropy, rewards, equal = run.entropy(), run.series("reward/mean"), run.series("advantage/zero_group_fraction")
     if len(entropy) < 5 or not rewards or run.solved_share >= 0.9 or (equal and equal.last < 0.5):
         return None
-    # Most groups have lost their signal since the beginning, and not by solving the task.
     is_stuck = equal and equal.last >= max(0.7, equal.first + 0.3) and run.gain < 0.2
     bound = max(LITTLE, COLLAPSED * entropy.first, FALLEN * entropy.first if is_stuck else 0.0)
     if entropy.last > bound or entropy.first <= bound:
@@ -181,7 +159,6 @@ def entropy_collapse(run: RunRecord) -> Finding | None:
 
 
 def entropy_explosion(run: RunRecord) -> Finding | None:
-    """Find a policy that becomes random while its reward falls."""
     entropy, rewards = run.entropy(), run.series("reward/mean")
     if len(entropy) < 5 or not rewards or rewards.last > rewards.first:
         return None
@@ -194,7 +171,6 @@ def entropy_explosion(run: RunRecord) -> Finding | None:
 
 
 def sampler_trainer_disagree(run: RunRecord) -> Finding | None:
-    """Find log-probs of the sampled tokens that differ between engine and trainer."""
     differences, stale = run.series("rollout/logprob_diff_mean"), run.series("staleness/max")
     if not differences or differences.last < AGREES or (stale and stale.last > 0):
         return None
@@ -208,9 +184,8 @@ def sampler_trainer_disagree(run: RunRecord) -> Finding | None:
 
 
 def ratio_out_of_range(run: RunRecord) -> Finding | None:
-    """Find batches of which much is clipped."""
     equal, of_all = dict(run.series("advantage/zero_group_fraction").points), run.series("actor/pg_clipfrac")
-    # Tokens of groups without a signal have no gradient to clip: the share is that of all others.
+    # Tokens of groups without a signal have no gradient to clip.
     clipped = Series([(at, value / (1 - equal.get(at, 0.0))) for at, value in of_all.points if equal.get(at, 0.0) < 1])
     if len(clipped) < 3 or clipped.last < MANY_CLIPPED or of_all.last < CLIPPED_OF_ALL:
         return None
@@ -221,7 +196,6 @@ def ratio_out_of_range(run: RunRecord) -> Finding | None:
 
 
 def off_policy(run: RunRecord) -> Finding | None:
-    """Find tokens that are too old: the policy has left the one that sampled them."""
     staleness = run.series("staleness/mean")
     if not staleness or staleness.last <= 0:
         return None
@@ -280,7 +254,7 @@ def repetition(run: RunRecord) -> Finding | None:
 
 
 def _repeating(rollouts: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the share of long responses that compress to almost nothing; None if fewer than 8 are long."""
+    """Return the share of long responses that compress to almost nothing; None for fewer than 8 long ones."""
     long = [str(rollout["response"]).encode() for rollout in rollouts if len(str(rollout.get("response", ""))) >= LONG]
     if len(long) < 8:
         return None
@@ -311,7 +285,6 @@ def reward_failures(run: RunRecord) -> Finding | None:
 
 
 def reward_constant(run: RunRecord) -> Finding | None:
-    """Find that all responses always got the same reward: none, or more than that."""
     constant = _constant_reward(run)
     cut = run.series("response_length/clip_ratio")
     if constant is None:
@@ -327,12 +300,11 @@ def reward_constant(run: RunRecord) -> Finding | None:
 
 
 def groups_without_signal(run: RunRecord) -> Finding | None:
-    """Find that most groups have equal rewards, and say whether they are too easy or too hard."""
     equal, rewards = run.series("advantage/zero_group_fraction"), run.series("reward/mean")
     if len(equal) < FEW_STEPS or not rewards or equal.last < 0.7 or _constant_reward(run) is not None:
         return None
     if run.gain > 0.1:
-        return None  # a run that has learnt its task has groups without signal
+        return None  # its task is learned
     solved = run.solved_share
     name = "groups_too_easy" if solved >= 0.8 else "few_groups_with_signal" if solved > 0.2 else "groups_too_hard"
     evidence = f"advantage/zero_group_fraction {equal.ends(2)}; reward {rewards.last:.3f}"
@@ -365,7 +337,7 @@ def validation_falls(run: RunRecord) -> Finding | None:
 
 
 def opinion_parts_from_rules(run: RunRecord) -> Finding | None:
-    """Find a reward model that agrees less and less with the rule that is logged beside it."""
+    """Find a reward model that agrees less and less with the rule logged beside it."""
     agreement = run.series("iterate/agreement")
     if len(agreement) < 5 or agreement.last >= 0.6 or agreement.last > agreement.first - 0.1:
         return None
@@ -376,17 +348,17 @@ def opinion_parts_from_rules(run: RunRecord) -> Finding | None:
 def reward_exploited(run: RunRecord) -> Finding | None:
     """Find a training reward that rises while an audit of the same responses falls.
 
-    The last full block of COMPARED_STEPS steps is compared with each earlier block, by z-tests of the prompts'
-    means with the variance of both blocks together. The test of the audit keeps the chance of a false alarm at
-    most FALSE_ALARM over all comparisons at all steps: Bonferroni's correction, in which block k has 1/(k (k + 1))
-    of it. An audit that stays where it is says nothing: it does so if a part for the answer's form is learnt first.
+    The last full block of steps is compared with each earlier one, by z-tests of the prompts' means with
+    pooled variance. Bonferroni's correction over all comparisons at all steps, block k having 1/(k (k + 1))
+    of FALSE_ALARM, bounds the chance of a false alarm. A constant audit says nothing: the answer's form may
+    be learned first.
     """
     ending = "/num_prompts"
     keys = dict.fromkeys(key for record in run.training for key in record if key.startswith("audit/") and key.endswith(ending))
     for name in (key.removesuffix(ending) for key in keys):
         needed = {name, *(f"{name}/{end}" for end in ("std", "reward", "reward_std"))}
         points = [record for record in run.training if record.get(name + ending) and record.keys() >= needed]
-        # A step belongs to one block, however many earlier steps are still remembered.
+        # A step's block does not depend on how many earlier steps are remembered.
         number = int(run.training[-1]["step"]) // COMPARED_STEPS
         by_block = itertools.groupby(points, lambda record: (int(record["step"]) - 1) // COMPARED_STEPS)
         full = [list(block) for place, block in by_block if place < number]
@@ -410,14 +382,15 @@ def reward_exploited(run: RunRecord) -> Finding | None:
 
 
 def _moments(record: Mapping[str, float], name: str) -> np.ndarray:
-    """Return the sums over the prompts of one step: their number, reward, audit, and both squares, [5]."""
+    """Return sums over a step's prompts, [5]: number, reward, audit, and both squares."""
     means = np.array([record[f"{name}/reward"], record[name]])
     spreads = np.array([record[f"{name}/reward_std"], record[f"{name}/std"]])
     return float(record[f"{name}/num_prompts"]) * np.array([1.0, *means, *(spreads**2 + means**2)])
 
 
 def _rises(old: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return how far reward and audit have risen since each block, in standard errors, [blocks]; from sums of `_moments`."""
+    """Return the rise of reward and audit since each block, in standard errors, [blocks]; from sums of
+    `_moments`."""
     means, now_mean = old[:, 1:3] / old[:, :1], new[1:3] / new[0]
     pooled = old + new
     variance = pooled[:, 3:] / pooled[:, :1] - (pooled[:, 1:3] / pooled[:, :1]) ** 2
@@ -427,7 +400,6 @@ def _rises(old: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def format_without_answer(run: RunRecord) -> Finding | None:
-    """Find that the form of the answer is learnt and the answer is not."""
     parts = {name: run.series(f"reward/{name}") for name in _parts(run)}
     forms = [name for name in parts if "format" in name.lower()]
     answers = {
@@ -459,7 +431,7 @@ def memorised(run: RunRecord) -> Finding | None:
 
 
 def _constant_reward(run: RunRecord) -> float | None:
-    """Return the one reward that all responses of all steps got; None if two differ, or before FEW_STEPS steps."""
+    """Return the only reward of all responses; None if two differ, or before FEW_STEPS steps."""
     low, high = run.series("reward/min").values, run.series("reward/max").values
     if len(low) < FEW_STEPS or not high or max(high) != min(low):
         return None
@@ -503,5 +475,5 @@ RULES: tuple[Callable[[RunRecord], Finding | None], ...] = (
     ratio_out_of_range,
     groups_without_signal,
 )
-"""Every rule, causes before what they bring about: a learning rate that is far too high also ruins KL, entropy and reward, and
-is named first."""
+"""Causes before what they bring about: a learning rate that is far too high also ruins KL, entropy and
+reward."""

@@ -1,4 +1,4 @@
-"""What the doctor reads of a run, its configuration, its metrics by step and its rollouts, and what it finds in it."""
+"""What the doctor reads of a run, and what it finds in it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from grpo_rl.telemetry.rundir import run_config
 
 @dataclass(frozen=True)
 class Series:
-    """The finite values of one metric over the steps at which it was measured, as (step, value). Without a value it is false."""
+    """The finite values of a metric, as (step, value). False without a value."""
 
     points: Sequence[tuple[int, float]]
 
@@ -35,7 +35,7 @@ class Series:
 
     @property
     def window(self) -> int:
-        """How many values at either end are averaged: a fifth of them, at least 1, at most 10."""
+        """Values that are averaged at either end: a fifth, from 1 to 10."""
         return max(1, min(10, len(self.points) // 5))
 
     @property
@@ -51,7 +51,7 @@ class Series:
         return self.values[-1]
 
     def since(self, holds: Callable[[float], bool]) -> int:
-        """Return the step from which on the condition has held without a break until now; the last one if it does not hold."""
+        """Return the step since which the condition has held; the last one if it does not hold."""
         step = self.points[-1][0]
         for at, value in reversed(self.points):
             if not holds(value):
@@ -60,26 +60,21 @@ class Series:
         return step
 
     def ends(self, digits: int = 3) -> str:
-        """Return the means of both ends in words."""
         return f"{self.first:.{digits}f} at first, {self.last:.{digits}f} now"
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run as its folder shows it, finished or not. Nothing here starts a process or loads torch."""
+    """A run as its folder shows it, finished or not; reading it starts no process and loads no torch."""
 
-    config: Mapping[str, Any]
-    """The resolved configuration, nested as in config.yaml."""
-    records: Sequence[Mapping[str, float]]
-    """The metrics of each step, ascending, as `read_metrics` returns them."""
-    rollout_files: Mapping[int, Path] = field(default_factory=dict)
-    """The training rollouts that were logged, by step."""
-    val_files: Mapping[int, Path] = field(default_factory=dict)
-    """The validation rollouts that were logged, by step."""
+    config: Mapping[str, Any]  # as config.yaml, nested
+    records: Sequence[Mapping[str, float]]  # as `read_metrics` returns them
+    rollout_files: Mapping[int, Path] = field(default_factory=dict)  # logged training rollouts by step
+    val_files: Mapping[int, Path] = field(default_factory=dict)  # logged validation rollouts by step
 
     @classmethod
     def of_folder(cls, folder: Path) -> RunRecord:
-        """Return the record of the run in `folder`, which may have failed before its first step. Raises DataError for another folder."""
+        """Raises DataError if it is no run; one may have failed before its first step."""
         records = read_metrics(folder / "metrics.jsonl")
         if not records and not (folder / "status.json").is_file():
             raise DataError(
@@ -92,7 +87,7 @@ class RunRecord:
 
     @cached_property
     def training(self) -> Sequence[Mapping[str, float]]:
-        """The records of training steps: without the validation before training."""
+        """Without the validation before training."""
         return [record for record in self.records if record.get("step", 0) > 0]
 
     @property
@@ -104,46 +99,43 @@ class RunRecord:
         return flat(self.config)
 
     def setting(self, key: str, default: Any = None) -> Any:
-        """Return the value of a dotted key of the configuration, `default` if there is none that the key takes."""
+        """Return a configured value, `default` if there is none that the key takes."""
         value = self._settings.get(key, default)
         return default if value_problem(key, value) else value
 
     def series(self, key: str, *, validation: bool = False) -> Series:
-        """Return the finite values of a metric over the training steps; with `validation` also that before training."""
         records = self.records if validation else self.training
         points = [(int(record["step"]), float(record[key])) for record in records if key in record]
         return Series([(step, value) for step, value in points if math.isfinite(value)])
 
     @cached_property
     def validation_keys(self) -> list[str]:
-        """The metrics `val/<source>/mean@n` of the run."""
         return list(dict.fromkeys(key for record in self.records for key in validation_keys(record)))
 
     @property
     def reward_range(self) -> tuple[float, float]:
-        """The lowest and the highest reward that any response got; (0, 0) if none was logged."""
+        """The lowest and the highest reward of any response; (0, 0) if none was logged."""
         low, high = self.series("reward/min").values, self.series("reward/max").values
         return min(low, default=0.0), max(high, default=0.0)
 
     @property
     def solved_share(self) -> float:
-        """The place of the present reward between the lowest and the highest that any response got, from 0 to 1."""
+        """The present mean reward's place within `reward_range`, from 0 to 1."""
         (low, high), rewards = self.reward_range, self.series("reward/mean")
         return (rewards.last - low) / (high - low) if rewards and high > low else 0.0
 
     @property
     def gain(self) -> float:
-        """The rise of the mean reward since the beginning, as a share of the distance of the lowest from the highest."""
+        """The mean reward's rise since the beginning, as a share of `reward_range`."""
         (low, high), rewards = self.reward_range, self.series("reward/mean")
         return (rewards.last - rewards.first) / (high - low) if rewards and high > low else 0.0
 
     def entropy(self) -> Series:
-        """Return the entropy in nats per token by step: the exact one, which is measured on demand, or else its estimate."""
+        """In nats per token: the exact one, which is measured on demand, or its estimate."""
         return self.series("actor/entropy") or self.series("rollout/entropy")
 
     @cached_property
     def first_rollouts(self) -> list[dict[str, Any]]:
-        """The rollouts of the first logged step; none if there is no file that can be read."""
         return _read(self.rollout_files, min(self.rollout_files, default=0))
 
     @cached_property
@@ -162,20 +154,13 @@ def _read(files: Mapping[int, Path], step: int) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One diagnosis: what was seen, what it usually means, and what to change."""
-
     name: str
     weight: Literal["ill", "watch"]
-    """Whether training does not work, or what it shows is not true; or something is on its way to go wrong, or costs much."""
-    title: str
-    """The diagnosis in one sentence."""
-    since: int
-    """The step from which on it holds."""
-    evidence: str
-    """The numbers that it rests on, with their steps."""
-    meaning: str
-    """The usual cause."""
-    advice: tuple[str, ...]
-    """The changes to make, the likeliest first, with the keys."""
-    source: str
-    """The place that describes this: a paper with its section, or the formula itself."""
+    """ill: training does not work, or shows what is not true; watch: it is on its way there, or costs
+    much."""
+    title: str  # the diagnosis in one sentence
+    since: int  # the first step
+    evidence: str  # numbers with their steps
+    meaning: str  # the usual cause
+    advice: tuple[str, ...]  # changes to make, with keys, the likeliest first
+    source: str  # paper and section, or the formula itself

@@ -1,7 +1,4 @@
-"""What the plan predicted of a run's steps, beside what was measured: seconds of each phase, and the memory of each role.
-
-Each record of the metrics has a prediction under the name of what it predicts, after `plan/`: `plan/timing_s/gen`.
-"""
+"""The plan's predictions beside measurements: `plan/timing_s/gen` predicts `timing_s/gen`."""
 
 from __future__ import annotations
 
@@ -13,10 +10,11 @@ _MEMORY = "perf/memory/"
 
 
 def measured(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the median seconds of each phase over the steps after the first, and of the step without validation and saving.
+    """Return median seconds of each phase after the first step, and of the step without validation and
+    saving.
 
-    `perf/memory/actor_gib` and so on are the most that torch gave out to a rank of this role in any phase. Empty for fewer than three
-    steps.
+    `perf/memory/actor_gib` and so on are the most that torch allocated in a rank of the role. Empty below
+    three steps.
     """
     steps = [row for row in records if row["step"] > 0 and "timing_s/step" in row and "response_length/mean" in row][1:]
     if len(steps) < 2:
@@ -37,7 +35,7 @@ def measured(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def grades(records: Sequence[Mapping[str, float]]) -> list[tuple[str, float, float]]:
-    """Return name, prediction and measurement of whatever has both."""
+    """Return (name, prediction, measurement) of whatever has both."""
     medians = measured(records)
     names = [name.removeprefix(PREDICTED) for name in (records[-1] if medians else ()) if name.startswith(PREDICTED)]
     return [(name, records[-1][PREDICTED + name], medians[name]) for name in names if name in medians]

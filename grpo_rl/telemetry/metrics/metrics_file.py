@@ -15,20 +15,16 @@ from typing import Any, TypeGuard
 from grpo_rl.errors import DataError
 from grpo_rl.run_files import append_lines, read_lines, write_whole
 
-NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-"""Strings for the numbers that JSON does not have."""
-MOST_COUNT = 10**9
-"""The largest step or length that is taken for one."""
-MOST_NUMBER = 1e100
-"""The largest finite number that is taken for a measurement: sums and squares of larger ones overflow."""
+NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # what JSON has no numbers for
+MOST_COUNT = 10**9  # of a step or length
+MOST_NUMBER = 1e100  # sums and squares of larger ones overflow
 MOST_NAMES = 10_000
-"""The most metrics of a run."""
 
 _logger = logging.getLogger(__name__)
 
 
 def jsonable(value: Any) -> Any:
-    """Return `value` as something strict JSON can hold: NaN and infinities become strings, unknown objects their `str`."""
+    """Return what strict JSON can hold: NaN and infinities become strings, unknown objects their `str`."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -45,15 +41,13 @@ def jsonable(value: Any) -> Any:
 
 
 def dump_line(record: Mapping[str, Any]) -> str:
-    """Return `record` as one line of JSON, ASCII only, so that no reader stumbles over a surrogate or U+2028."""
+    """Return ASCII only: no reader stumbles over a surrogate or U+2028."""
     return json.dumps(jsonable(record), allow_nan=False) + "\n"
 
 
 class MetricsFile:
-    """Appends to metrics.jsonl, for any thread.
-
-    A disk that fails costs no step: lines wait in memory until there is room again. Warnings report the failure and its end.
-    """
+    """Appends to metrics.jsonl, from any thread. If the disk fails, lines wait in memory, and a warning says
+    so."""
 
     def __init__(self, path: Path, warn: Callable[[str], None] = _logger.warning) -> None:
         self.path = path
@@ -62,7 +56,7 @@ class MetricsFile:
         self._is_failing = False
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append the metrics of `step`, after those that are still waiting; all are on the disk before it returns, or wait."""
+        """When this returns the metrics of `step` are on the disk, or wait."""
         self._waiting.append(dump_line({"step": step, "time": round(time.time(), 3), **metrics}))
         try:
             self._write()
@@ -78,7 +72,7 @@ class MetricsFile:
         self._is_failing = False
 
     def flush(self) -> None:
-        """Make every line that could be written survive a power cut. Raises OSError if the disk refuses that."""
+        """Make written lines survive a power cut. Raises OSError if the disk refuses."""
         descriptor = os.open(self.path, os.O_RDONLY | os.O_CREAT, 0o644)
         try:
             os.fsync(descriptor)
@@ -86,12 +80,12 @@ class MetricsFile:
             os.close(descriptor)
 
     def truncate_after(self, step: int) -> None:
-        """Drop the lines of later steps, so that a resumed run continues its own curve."""
+        """Drop later steps, so that a resumed run continues its own curve."""
         records = [record for record in read_records(self.path) if record["step"] <= step]
         write_whole(self.path, "".join(map(dump_line, records)), durable=True)
 
     def close(self) -> None:
-        """Write what is waiting, if that is possible now; say how many steps are lost."""
+        """Write what waits, if possible; warn of lost steps."""
         with contextlib.suppress(OSError):
             self._write()
         if self._waiting:
@@ -103,10 +97,11 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Return the lines of a metrics.jsonl as `{"step": ..., "time": ..., name: value}`, in order of steps.
+    """Return `{"step": ..., "time": ..., name: value}` in order of steps; of two lines of a step the later
+    one wins.
 
-    Lines of one step are merged, the later one wins. A broken line (a process killed while writing) is
-    left out. An absent file is an empty list. Raises DataError for a file that cannot be read, or has too many names.
+    Broken lines (a process killed while writing) are left out. Raises DataError if the file, which may be
+    absent, cannot be read or has too many names.
     """
     by_step: dict[int, dict[str, float]] = {}
     for record in read_records(path):
@@ -118,10 +113,8 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a file that are objects with a `step`, in their order; others are left out. An absent file has none.
-
-    Raises DataError for a file that cannot be read.
-    """
+    """Return the lines that are objects with a `step`, none of an absent file. Raises DataError if it cannot
+    be read."""
     if not path.exists():
         return []
     return [record for _, record in read_lines(path) if record is not None and is_count(record.get("step"))]
@@ -132,5 +125,4 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def is_count(value: Any) -> bool:
-    """Return whether a value of JSON is a whole number from 0 that a step, a length or a place can be."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_COUNT

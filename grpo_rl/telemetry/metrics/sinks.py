@@ -1,8 +1,8 @@
-"""The receivers of a run's metrics: metrics.jsonl always; TensorBoard, W&B and MLflow by `trainer.logger`; Prometheus, which asks.
+"""The receivers of a run's metrics: metrics.jsonl; TensorBoard, W&B, MLflow by `trainer.logger`; Prometheus,
+which asks.
 
-Trackers live behind a thread and a bounded queue each, so that no network and no disk of theirs holds up a step. They get
-metrics under the names of verl's dashboards, if verl measures the same thing; metrics.jsonl, the screen and the reports
-keep the names of this program.
+Each tracker has a thread and a bounded queue, so that its network and disk hold up no step. Trackers get
+verl's names if verl measures the same thing (`tracker_metrics`).
 """
 
 from __future__ import annotations
@@ -36,13 +36,11 @@ from grpo_rl.telemetry.rollout_log import Kind, RolloutLog, read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
 
 TABLE = ("data_source", "prompt", "response", "ground_truth", "reward", "advantage", "response_length", "finish_reason")
-"""The columns of a table of rollouts."""
 QUEUE_SIZE = 1000
 CLOSE_TIMEOUT_S = 30.0
 MOST_CLIENTS, CLIENT_S = 8, 5.0
-"""Clients that are told the metrics at once, and the seconds that each has. Any user of the machine may connect."""
-STEP = "training/global_step"
-"""The metric that trackers with a step axis of their own draw over."""
+# Clients at once, and the seconds of each: any user of the machine may connect.
+STEP = "training/global_step"  # trackers with a step axis of their own draw over it
 _EQUAL = {
     "reward/std": "critic/score/std",
     "advantage/abs_mean": "critic/advantages/abs_mean",
@@ -54,7 +52,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Sinks:
-    """All destinations of one run. `log` costs milliseconds whatever a tracking server does."""
+    """All destinations of a run. `log` takes milliseconds whatever a tracking server does."""
 
     def __init__(
         self,
@@ -78,57 +76,53 @@ class Sinks:
             self._sinks.append(Prometheus(run_dir.name, trainer.metrics_host, trainer.metrics_port))
 
     def truncate_after(self, step: int) -> None:
-        """Forget what was written for later steps, rollout files included. To be called once, on resuming from `step`."""
+        """Forget later steps, rollout files included; to be called once, on resuming."""
         for sink in self._sinks:
             sink.truncate_after(step)
         self._rollouts.truncate_after(step)
 
     def flush(self) -> None:
-        """Put metrics.jsonl, from which the rest can be made again, on the disk."""
+        """Put metrics.jsonl, from which all else can be made again, on the disk."""
         self._file.flush()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand the metrics of one step to every destination."""
         for sink in self._sinks:
             sink.log(step, metrics)
 
     def written(self, kind: Kind, step: int, file: Path) -> None:
-        """Give W&B a table of a validation's first responses; to be called when a file of rollouts is whole."""
+        """Give W&B a table of a validation's first responses, once their file is whole."""
         for tracker in self._trackers if kind == "val" and self._table_rows else ():
             tracker.put(lambda tracker: tracker.table(step, file, self._table_rows))
 
     def close(self) -> None:
-        """Write out what is still under way. Waits for tracking servers for some seconds only."""
+        """Wait some seconds at most for tracking servers."""
         for sink in self._sinks:
             sink.close()
 
 
 class Tracker:
-    """A connection to a tracking service. It may leave out what its service has nothing for."""
+    """A connection to a tracking service, which may leave out what the service has nothing for."""
 
-    place = ""
-    """The address of the run, or the command that sends it there; empty if there is nothing to say."""
+    place = ""  # the run's address, or the command that sends it there
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send the metrics of a step, under the trackers' names."""
         raise NotImplementedError
 
     def truncate_after(self, step: int) -> None:
-        """Forget later steps. By default they stay, and later values of a step lie beside the earlier ones."""
+        """Forget later steps; by default they stay beside the new ones."""
 
     def table(self, step: int, file: Path, rows: int) -> None:
-        """Show the first `rows` responses of a file of rollouts as a table."""
+        """Show the first `rows` rollouts of a file."""
 
     def close(self) -> None:
-        """Send what is left."""
         raise NotImplementedError
 
 
 class Background:
-    """A sink that hands metrics to a `Tracker` living in a thread of its own, in which the connection is made, too.
+    """Hands metrics to a `Tracker`, which connects and works in a thread of its own.
 
-    Steps that find the queue full, or a tracker that failed, are dropped; `close` says how many. The first failure is
-    reported once, through `warn`.
+    Steps that meet a full queue or a failed tracker are dropped; `warn` gets the first failure, and on
+    `close` their number.
     """
 
     def __init__(
@@ -142,8 +136,7 @@ class Background:
         self.name = name
         self._connect, self._warn, self._say = connect, warn, say
         self._has_failed = False
-        self.num_unsent = 0
-        """The number of steps that were logged and have not arrived: still queued, or dropped."""
+        self.num_unsent = 0  # logged steps that have not arrived: queued or dropped
         self._queue: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(size)
         self._thread = threading.Thread(target=self._run, name=f"sink-{name}", daemon=True)
         self._thread.start()
@@ -159,7 +152,6 @@ class Background:
         self.put(send)
 
     def truncate_after(self, step: int) -> None:
-        """Make the tracker forget later steps, before it gets what is logged from now on."""
         self.put(lambda tracker: tracker.truncate_after(step))
 
     def put(self, action: Callable[[Tracker], None]) -> None:
@@ -167,7 +159,6 @@ class Background:
             self._queue.put_nowait(action)
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Wait at most `timeout_s` for what is queued, then report what was lost."""
         deadline = time.monotonic() + timeout_s
         with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=timeout_s)
@@ -188,7 +179,7 @@ class Background:
             self._guard(tracker.close)
 
     def _guard(self, action: Callable[[], Any]) -> Any:
-        """Return what `action` returns. A service's failure must not reach the training, so any is caught here."""
+        """A service's failure must not reach the training: any is caught."""
         try:
             return action()
         except Exception as error:
@@ -199,16 +190,15 @@ class Background:
 
 
 class _Wandb(Tracker):
-    """The W&B run of this folder, the same one again after a resume, drawn over the training step.
+    """The W&B run of this folder, the same one after a resume, drawn over the training step.
 
-    Its own step only goes up, and drops what comes with a lower one: the steps that a resumed run repeats, and tables that
-    are ready a moment late.
+    W&B's own step only rises, and would drop a resumed run's repeated steps and late tables.
     """
 
     def __init__(self, run_dir: RunDir, trainer: TrainerConfig, config: Mapping[str, Any]) -> None:
         wandb = importlib.import_module("wandb")
         self._table = wandb.Table
-        # Without a login W&B asks on the terminal, in the middle of the run, and drops all metrics if nobody answers.
+        # Without a login W&B asks on the terminal, and drops all metrics if nobody answers.
         logged_in = getattr(getattr(wandb, "api", None), "api_key", None) or "WANDB_MODE" in os.environ
         self._run = run = wandb.init(
             project=trainer.project_name,
@@ -220,7 +210,7 @@ class _Wandb(Tracker):
             settings=wandb.Settings(silent=True, console="off"),
             **({} if logged_in else {"mode": "offline"}),
         )
-        # Asked for its address, a run that is offline prints a warning.
+        # An offline run prints a warning if asked for its address.
         self.place = f"offline; to send it later: wandb sync {Path(run.dir).parent}" if run.offline else str(run.url or "")
         run.define_metric(STEP)
         run.define_metric("*", step_metric=STEP)
@@ -240,7 +230,7 @@ class _Wandb(Tracker):
 
 
 class _Mlflow(Tracker):
-    """An MLflow run on the server that MLflow's own setting names (MLFLOW_TRACKING_URI)."""
+    """An MLflow run on the server of MLFLOW_TRACKING_URI."""
 
     def __init__(self, run_dir: RunDir, trainer: TrainerConfig, config: Mapping[str, Any]) -> None:
         self._client = client = importlib.import_module("mlflow").MlflowClient()
@@ -251,13 +241,13 @@ class _Mlflow(Tracker):
             run_dir.path / "mlflow_run_id",
             lambda: str(client.create_run(experiment_id, run_name=run_dir.name).info.run_id),
         )
-        client.update_run(self._run_id, status="RUNNING")  # the end of the part before a resume has closed it
+        client.update_run(self._run_id, status="RUNNING")  # the part before a resume has closed it
         client.log_dict(self._run_id, jsonable(config), "config.yaml")
         self.place = f"run {self._run_id} at {client.tracking_uri}"
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now_ms = int(time.time() * 1000)
-        # MLflow refuses @ in a name, which validation metrics have (mean@1).
+        # MLflow allows no @ in names (mean@1).
         named = {key.replace("@", "_at_"): float(value) for key, value in metrics.items()}
         self._client.log_batch(self._run_id, metrics=[self._metric(key, value, now_ms, step) for key, value in named.items()])
 
@@ -266,7 +256,6 @@ class _Mlflow(Tracker):
 
 
 def _stored(file: Path, make: Callable[[], str]) -> str:
-    """Return the identifier in `file`, made and written when there is none."""
     if not file.exists():
         file.write_text(make(), encoding="utf-8")
     return file.read_text(encoding="utf-8")
@@ -281,7 +270,7 @@ class TensorBoard(Tracker):
         self._writer.add_event(Event(step=step, wall_time=time.time(), summary=Summary(value=values)))
 
     def truncate_after(self, step: int) -> None:
-        # TensorBoard hides the events at or after the step of a START that comes later in the folder.
+        # TensorBoard hides events at or after the step of a later START.
         start = SessionLog(status=SessionLog.SessionStatus.START)
         self._writer.add_event(Event(step=step + 1, wall_time=time.time(), session_log=start))
 
@@ -290,7 +279,8 @@ class TensorBoard(Tracker):
 
 
 class _Bounded(ThreadingMixIn, WSGIServer):
-    """An HTTP server that answers so many clients at once, each within a deadline, and closes all further connections."""
+    """An HTTP server with at most MOST_CLIENTS clients, each with a deadline; further connections are
+    closed."""
 
     daemon_threads = True
     request_queue_size = 16
@@ -300,15 +290,14 @@ class _Bounded(ThreadingMixIn, WSGIServer):
         super().__init__(*arguments)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread of its own, if one is free."""
         if not self._free.acquire(blocking=False):
             self.shutdown_request(request)
             return
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, and end the connection at the deadline, however slowly the client talks."""
-        # A thread that reads from it wakes up; it would not if the connection were closed here.
+        """The deadline holds however slowly the client talks."""
+        # A reading thread wakes up on a shutdown, and would not if the connection were closed here.
         deadline = threading.Timer(CLIENT_S, _hang_up, [request])
         deadline.start()
         try:
@@ -318,11 +307,11 @@ class _Bounded(ThreadingMixIn, WSGIServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a client that has gone."""
+        """A client has gone."""
 
 
 def _hang_up(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # it is over already
+    with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
 
@@ -332,7 +321,7 @@ class _Silent(WSGIRequestHandler):
 
 
 class Prometheus:
-    """The newest value of every metric, for a Prometheus that asks: `grpo_rl_reward_mean{run="NAME"}` is `reward/mean`."""
+    """Serves the newest value of every metric: `grpo_rl_reward_mean{run="NAME"}` is `reward/mean`."""
 
     def __init__(self, run: str, host: str, port: int) -> None:
         from prometheus_client import CollectorRegistry, Gauge, make_wsgi_app
@@ -348,7 +337,7 @@ class Prometheus:
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of a step. Those of a validation stay until the next one."""
+        """Metrics of a validation stay until the next one."""
         for name, value in {**metrics, "step": step}.items():
             allowed = re.sub(r"\W", "_", f"grpo_rl_{name}", flags=re.ASCII)
             if allowed not in self._gauges:
@@ -359,21 +348,20 @@ class Prometheus:
         """A resumed run has nothing yet."""
 
     def close(self) -> None:
-        """Stop answering."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(CLOSE_TIMEOUT_S)
 
 
 def tracker_metrics(step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of a step under the trackers' names.
+    """Return the metrics under the trackers' names.
 
-    - `reward/mean`, `max`, `min` -> `critic/score/...`; and `critic/rewards/...`, which in verl is the score less the KL
-      penalty, so it is left out if the reward has one;
-    - `val/SOURCE/mean@n` -> `val-core/SOURCE/acc/mean@n`, `best@n` and `maj@n` -> `.../best@n/mean`, `.../maj@n/mean`;
-    - all else of a source's validation -> `val-aux/SOURCE/...`; losses on rows stay `val/loss` and so on.
+    - `reward/mean`, `max`, `min` -> `critic/score/...`, and `critic/rewards/...`, in verl the score less the
+    KL penalty, if the reward has no such penalty; - `val/SOURCE/mean@n` -> `val-core/SOURCE/acc/mean@n`,
+    `best@n` and `maj@n` -> `.../best@n/mean`, `.../maj@n/mean`; - the rest of a source's validation ->
+    `val-aux/SOURCE/...`; losses on rows stay `val/loss` and so on.
     """
-    # Each data source has a mean length of its responses. A source may be the beginning of another one's name.
+    # Every source has a mean response length. One source's name may begin another's.
     lengths = [name for name in metrics if name.startswith("val/") and name.endswith("/response_length")]
     sources = sorted((name.removeprefix("val/").removesuffix("/response_length") for name in lengths), key=len, reverse=True)
     named: dict[str, float] = {STEP: float(step)}

@@ -1,4 +1,4 @@
-"""timeline.jsonl: which role was busy when, one interval per line, for the picture of a run and for benchmarks."""
+"""timeline.jsonl: which role was busy when, one interval per line."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ from grpo_rl.run_files import append_lines, write_whole
 from grpo_rl.telemetry.metrics.metrics_file import dump_line, is_number, read_records
 
 Role = Literal["rollout", "reward", "actor", "reference", "critic", "weights", "engines", "controller", "wait", "step"]
-"""The rows of a timeline. `wait`: one side does nothing because of the other, `what` names the side; `step`: a whole training
-step, which marks its bounds; `engines`: one joins, leaves or is replaced."""
-CLOSED_GAP_S = 0.02
-"""Intervals of one role that do the same in the same step become one if the gap between them is shorter: rewards end by
-the thousand."""
+"""`wait`: the side in `what` waits for the other; `step`: a whole step; `engines`: one joins, leaves or is
+replaced."""
+CLOSED_GAP_S = 0.02  # such close intervals of one activity become one: rewards end by the thousand
 
 _logger = logging.getLogger(__name__)
 
 
 class Interval(NamedTuple):
-    """A stretch of time in which a role did one thing, in seconds since the run's first start."""
+    """A stretch in which a role did one thing, in seconds since the run's first start."""
 
     step: int
     role: str
@@ -37,28 +35,25 @@ class Interval(NamedTuple):
 class Timeline:
     """Records intervals from any thread; `write` appends them to a file. Without a path they are dropped.
 
-    The seconds count from the first start of a run; a resumed run goes on at the end of its last kept interval, so the
-    pause between the two is not in it. A file that cannot be written costs its lines and one warning, never a step.
+    Seconds count from a run's first start, without the pauses before a resume. If the file cannot be written,
+    its lines are lost with one warning.
     """
 
     def __init__(self, path: Path | None = None, warn: Callable[[str], None] = _logger.warning) -> None:
         self.path = path
-        self.step = 0
-        """The step to which intervals without a number of their own belong; the run sets it."""
+        self.step = 0  # of intervals that are recorded without one
         self._warn = warn
         self._origin = time.perf_counter()
         self._waiting: list[Interval] = []
-        self._newest: dict[tuple[int, str, str], int] = {}
-        """The place among the waiting ones of the newest interval of each step, role and activity."""
+        self._newest: dict[tuple[int, str, str], int] = {}  # index in `_waiting` by step, role, activity
         self._lock = threading.Lock()
         self._has_failed = False
 
     def now(self) -> float:
-        """Return the seconds since the run's first start: the scale of `record`."""
+        """Return the seconds since the run's first start, for `record`."""
         return time.perf_counter() - self._origin
 
     def record(self, role: Role, what: str, start: float, end: float, step: int | None = None) -> None:
-        """Keep one interval between two values of `now`; without `step` it belongs to the one that is going on."""
         if self.path is None:
             return
         interval = Interval(self.step if step is None else step, role, what, start, max(start, end))
@@ -72,13 +67,12 @@ class Timeline:
                 self._waiting.append(interval)
 
     def ended(self, role: Role, what: str, seconds: float) -> None:
-        """Keep an interval that ends now and took so long."""
+        """Record an interval that ends now."""
         end = self.now()
         self.record(role, what, end - seconds, end)
 
     @contextmanager
     def span(self, role: Role, what: str, step: int | None = None) -> Iterator[None]:
-        """Record the time that the body takes, also if it raises."""
         start = self.now()
         try:
             yield
@@ -96,7 +90,7 @@ class Timeline:
             self._failed(error)
 
     def truncate_after(self, step: int) -> None:
-        """Drop the intervals of later steps, and go on where the last kept one ended. To be called before any is recorded."""
+        """Drop later steps, and go on where the last interval ended; to be called before any is recorded."""
         if self.path is None:
             return
         intervals = [interval for interval in read_timeline(self.path) if interval.step <= step]
@@ -113,10 +107,7 @@ class Timeline:
 
 
 def read_timeline(path: Path, last_steps: int | None = None) -> list[Interval]:
-    """Return the intervals of a timeline.jsonl by their start, those of the last steps only if asked; broken lines are left out.
-
-    An absent file is an empty list.
-    """
+    """Return the intervals by their start, of the last steps only if asked; an absent file has none."""
     spans = []
     for record in read_records(path):
         start, end = record.get("start"), record.get("end")

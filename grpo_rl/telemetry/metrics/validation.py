@@ -1,4 +1,4 @@
-"""The number of a validation that every screen shows, under its name, and the reward beside it if that is another number."""
+"""The validation numbers that every screen shows, with their names, and the reward if it differs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-Point = tuple[float, float]
-"""A step, and a value in it."""
+Point = tuple[float, float]  # a step, and a value
 LOSSES = {
     "val/loss": "validation loss",
     "val/perplexity": "validation perplexity",
@@ -17,12 +16,11 @@ LOSSES = {
     "val/brier": "validation Brier score",
     "val/margin": "validation margin",
     "train/loss": "training loss",
-}
-"""Metrics of runs on rows that tables of results compare, with their names there."""
+}  # metrics of runs on rows, with their names in tables of results
 
 
 def validation_keys(metrics: Mapping[str, float]) -> list[str]:
-    """Return the keys `val/<source>/mean@N` in `metrics`; a source may itself contain slashes."""
+    """Return the keys `val/<source>/mean@N`; a source may contain slashes."""
     means = [key for key in metrics if key.startswith("val/") and key.rsplit("/", 1)[-1].startswith("mean@")]
     places = {key.rsplit("/", 1)[0] for key in means}
     return [
@@ -33,13 +31,14 @@ def validation_keys(metrics: Mapping[str, float]) -> list[str]:
 
 
 def validation_score(metrics: Mapping[str, float]) -> float | None:
-    """Return the mean of `val/<source>/mean@N` over the sources, or None on a step without validation."""
+    """Return the mean over sources of `val/<source>/mean@N`; None on a step without validation."""
     values = [metrics[key] for key in validation_keys(metrics)]
     return statistics.fmean(values) if values else None
 
 
 def shown_keys(records: Sequence[Mapping[str, float]]) -> list[str]:
-    """Return the keys `val/<source>/mean@N`, and after each `val/<source>/reward` if it was ever another number."""
+    """Return the keys `val/<source>/mean@N`, each with `val/<source>/reward` after it if that ever
+    differed."""
     keys = dict.fromkeys(key for record in records for key in validation_keys(record))
     names = []
     for key in keys:
@@ -50,22 +49,20 @@ def shown_keys(records: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def validation_name(key: str) -> str:
-    """Return the name of a key of validation for people: `val/sums/mean@4` is `validation sums/mean@4`."""
+    """`val/sums/mean@4` is `validation sums/mean@4` for people."""
     return f"validation {key.removeprefix('val/')}"
 
 
 def results(records: Sequence[Mapping[str, float]]) -> list[tuple[str, Point, Point]]:
-    """Return all that a run changed, as name, first and last point: validation of prompts, then `other_results`."""
+    """Return name, first and last point of all that a run changed."""
     validated = {key: [(record["step"], record[key]) for record in records if key in record] for key in shown_keys(records)}
     changes = [(validation_name(key), points[0], points[-1]) for key, points in validated.items() if points]
     return changes + other_results(records)
 
 
 def other_results(records: Sequence[Mapping[str, float]]) -> list[tuple[str, Point, Point]]:
-    """Return what a run changed beside the validation of prompts, as name, first and last point: losses on rows, and the training reward.
-
-    The reward is the mean of the first training steps and of the last, five if there are ten.
-    """
+    """As `results`, without validation of prompts: losses on rows and the training reward, whose points are
+    the means of the first and last training steps, five if there are ten."""
     changes = []
     of_steps = any("val/good" in record for record in records)
     for key, name in LOSSES.items():
@@ -82,9 +79,6 @@ def other_results(records: Sequence[Mapping[str, float]]) -> list[tuple[str, Poi
 
 
 def logged_value(record: Mapping[str, Any]) -> float:
-    """Return the value of a logged response in `mean@N`: its part `acc` if the reward gives one, else its reward.
-
-    0 if its reward failed.
-    """
+    """Return a response's value in `mean@N`: its part `acc`, else its reward; 0 if that failed."""
     value = (record.get("reward_parts") or {}).get("acc", record.get("reward"))
     return float(value) if isinstance(value, int | float) and not record.get("failure") else 0.0

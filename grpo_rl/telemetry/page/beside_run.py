@@ -1,7 +1,7 @@
-"""The process beside a run that writes its page: started every few steps, gone when the page is written.
+"""The process beside a run that writes its page: the run pays for its start only, and waits for the last page
+alone.
 
-A run pays for the start of a process and nothing else: it never waits for the page before its end. The process has the
-priority of idle time, ends itself after a limit, and dies with the run. Its page is stale at worst.
+It has idle priority, a time limit, and dies with the run. Its page is stale at worst.
 """
 
 from __future__ import annotations
@@ -18,21 +18,16 @@ from pathlib import Path
 from grpo_rl.processes.child import start
 from grpo_rl.processes.family import die_with
 
-LIMIT_S = 300
-"""Seconds after which a process ends itself, whatever it is doing."""
-SHARE = 0.05
-"""The share of the time in which a page may be under way: a page that takes 3 s is begun a minute after the last one."""
-LAST_S = 20.0
-"""Seconds that the end of a run waits for its last page, which has begun beside the export and the pictures."""
-FAILED_S = 3.0
-"""Seconds that the end of a run with an error waits for it: the process goes on without the run."""
+LIMIT_S = 300  # after which a process ends itself
+SHARE = 0.05  # of the time for writing pages: one that takes 3 s begins a minute after the last
+LAST_S = 20.0  # wait at the end of a run, for a page begun beside export and pictures
+FAILED_S = 3.0  # wait at the end of a failed run, whose page may outlive it
 LOG = "logs/page.log"
-IDLE = "idle"
-"""In place of a state: the page of a run that goes on, which is written in idle time."""
+IDLE = "idle"  # in place of a state: the run goes on
 
 
 class PageBeside:
-    """Has the page of a run written by processes of its own. Without a folder it writes none."""
+    """Without a folder no page is written."""
 
     def __init__(self, run: Path | None = None, every: int = -1, warn: Callable[[str], None] = lambda _: None) -> None:
         self.run = run if every > 0 else None
@@ -42,12 +37,13 @@ class PageBeside:
         self._began = self._took = 0.0
         self._has_failed = False
         if self.run is not None:
-            # Chunks are kept from one page of this run to the next; what lies there already may have come from elsewhere.
+            # Chunks of this run's earlier pages are kept, but what lies there already may come from
+            # elsewhere.
             with contextlib.suppress(OSError):
                 (self.run / "page_files/index.js").unlink()
 
     def step(self, step: int) -> None:
-        """Begin a new page if one is due and none is under way. Costs milliseconds."""
+        """Begin a page if one is due and none is under way. Takes milliseconds."""
         if self.run is None or step == 0 or step % self.every:
             return
         if self._is_writing() or time.monotonic() - self._began < self._took / SHARE:
@@ -55,18 +51,17 @@ class PageBeside:
         self._start(self.run, IDLE, str(os.getpid()))
 
     def last(self, state: str = "", *, outlives: bool = False) -> None:
-        """Begin the last page. It shows this state of the run, or that of status.json; with `outlives` it may outlive the run."""
+        """Begin the last page, with this state or that of status.json."""
         if self.run is None:
             return
         if self._is_writing() and self._process is not None:
-            self._process.kill()  # it has the priority of idle time; its file is replaced as a whole or not at all
+            self._process.kill()  # a page file is replaced as a whole or not at all
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(1.0)
             self._process = None
         self._start(self.run, state, "" if outlives else str(os.getpid()))
 
     def wait(self, seconds: float) -> None:
-        """Wait for the page that is under way, for so long at most."""
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(seconds)
@@ -82,7 +77,7 @@ class PageBeside:
         self._began = time.monotonic()
 
     def _is_writing(self) -> bool:
-        """Return whether a process is at work; note what became of one that is not."""
+        """Return whether a process is at work, and report one that failed."""
         if self._process is None or self.run is None:
             return False
         code = self._process.poll()
@@ -105,7 +100,7 @@ class PageBeside:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the page of a run: its folder, the state that it shows, and the process that it dies with, which may be empty."""
+    """Arguments: the run's folder, the state to show, and the process to die with, which may be empty."""
     run, state, parent = arguments
     signal.alarm(LIMIT_S)
     if state == IDLE:

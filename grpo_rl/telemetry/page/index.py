@@ -1,4 +1,4 @@
-"""A page over a folder of runs: one line each, with state, reward and validation, a small curve, and a link to the run's own page."""
+"""A page over a folder of runs, a line for each, with links to their pages."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from grpo_rl.telemetry.status import current_status
 from grpo_rl.telemetry.terminal.text import safe_text
 
 NAME = "index.html"
-WIDTH, HEIGHT = 160, 32
-"""Pixels of a small curve."""
+WIDTH, HEIGHT = 160, 32  # pixels of a curve
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
@@ -32,12 +31,11 @@ th{{font-weight:600}}polyline{{fill:none;stroke:#2563eb;stroke-width:2}}</style>
 
 
 def runs_below(folder: Path) -> list[Path]:
-    """Return the runs directly below a folder, by name."""
     return sorted(file.parent for file in folder.glob("*/config.yaml") if not (file.parent / "config.json").is_file())
 
 
 def write_index(folder: Path) -> Path:
-    """Write `folder/index.html`, and return its path. Raises ConfigError if it cannot be written."""
+    """Raises ConfigError if the page cannot be written."""
     rows = "\n".join(_row(run) for run in runs_below(folder))
     out = folder / NAME
     try:
@@ -68,7 +66,6 @@ def _row(run: Path) -> str:
 
 
 def _curve(values: Sequence[float]) -> str:
-    """Return the values as a line from the left to the right edge, the least at the bottom."""
     if len(values) < 2:
         return ""
     low, span = min(values), (max(values) - min(values)) or 1.0

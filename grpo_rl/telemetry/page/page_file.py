@@ -1,8 +1,8 @@
-"""The page as a file: one HTML document with its style, its scripts, the chart library and the data.
+"""The page as one HTML document with its style, scripts, chart library and data.
 
-Responses of a model are hostile text. They are in the document as JSON without `<`, `>` and `&`, so that nothing in them
-can end the element that holds them, and the scripts put them on the screen as text only. The policy in the document
-allows no network, and no script but those that are named by their hash and the chunks beside the page.
+Responses of a model are hostile text: the data are JSON without `<`, `>` and `&`, which scripts show as text
+only. The document's policy allows no network, and no scripts but those with its hashes and the chunks beside
+the page.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ LIVE = "live"
 def write_page(
     runs: Sequence[Path], out: Path | None = None, state: str | None = None, *, keep: bool = False, trusted: bool = False
 ) -> Path:
-    """Write the page of the runs, which is complete or not there at all, and return its path.
+    """Write the page of the runs whole, by default `RUN/page.html`, and return its path.
 
-    One run's page is `RUN/page.html` unless `out` names another. Chunks of large runs lie in `<name of the page>_files`
-    beside it; with `keep` those of steps that have not changed stay as they are (`chunks_of`). Raises DataError for a folder that is no run, ConfigError if the page cannot be written.
+    Chunks of large runs lie in `<name of the page>_files`; `keep` leaves those of unchanged steps
+    (`chunks_of`). Raises DataError for a folder that is no run, ConfigError if the page cannot be written.
     """
     out = out if out is not None else default_page(runs)
     files = out.with_name(f"{out.stem}_files")
@@ -59,7 +59,7 @@ def write_page(
             folder = files if len(runs) == 1 else files / str(number)
             page_data = run_data(run, folder, state, INLINE_BYTES, keep=keep, trusted=trusted)
             page_data["chunks"]["folder"] = folder.relative_to(out.parent).as_posix()
-            # For links to the run's files; the dot keeps the name of a folder from being read as the scheme of an address.
+            # For links to the run's files; with the dot no folder's name reads as a scheme.
             page_data["base"] = f"./{os.path.relpath(run.resolve(), out.resolve().parent)}"
             parts.append(page_data)
         is_live = any(part["status"].get("state") not in (*ENDED, None) for part in parts)
@@ -71,7 +71,7 @@ def write_page(
                 leftover.unlink(missing_ok=True)
         write_whole(out, document(data))
         if is_live or (files / f"{LIVE}.js").exists():
-            # Pages that are open look here for a newer version of themselves.
+            # Open pages look here for a newer version.
             files.mkdir(exist_ok=True)
             write_chunk(files, LIVE, str(version))
     except OSError as error:
@@ -86,14 +86,13 @@ def default_page(runs: Sequence[Path]) -> Path:
 
 
 def document(data: Mapping[str, Any]) -> str:
-    # The page's own scripts are one behind the other in one function.
     scripts = "\n".join(_asset(name) for name in SCRIPTS)
     library, script = chart_library()["script"], f"(function () {{\n'use strict';\n{scripts}\n}}());"
     title = "".join(char if char.isprintable() else " " for char in " · ".join(run["name"] for run in data["runs"]))
     policy = "; ".join(
         (
             "default-src 'none'",
-            # Chunks: `file:` for a page on the disk, 'self' for one that is served.
+            # Chunks: `file:` for a page on disk, 'self' for a served one.
             f"script-src {_hash(library)} {_hash(script)} 'self' file:",
             "style-src 'unsafe-inline'",
             "img-src data: blob:",
@@ -117,14 +116,14 @@ def document(data: Mapping[str, Any]) -> str:
 
 
 def embedded(value: Any) -> str:
-    """Return JSON that can stand in an element of HTML: ASCII only, without `<`, `>` and `&`."""
+    """Return ASCII JSON for an HTML element, without `<`, `>` and `&`."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 @cache
 def chart_library() -> dict[str, str]:
-    """Return script and style of uPlot from the package that carries them, which is not imported: that would load IPython."""
+    """Return script and style of uPlot from its package, whose import would load IPython."""
     spec = importlib.util.find_spec("uplot")
     if spec is None or spec.origin is None:
         raise ConfigError("the page's charts need uplot-python, which is not installed: pip install -e . installs it")

@@ -1,7 +1,8 @@
-"""The rollouts of a run as the page reads them: an index of all groups, and chunks with the texts that are loaded on demand.
+"""The rollouts as the page reads them: an index of all groups, and chunks with texts that are loaded on
+demand.
 
-A chunk is compressed JSON in base64. A browser refuses to fetch files beside a page that was opened from the disk, but
-runs them as scripts, so a chunk's file is one call: `__chunk("name", "...")`. Small runs have their chunks in the page.
+A chunk is compressed JSON in base64. Browsers do not fetch files beside a page from disk but run them as
+scripts, so a chunk's file is the call `__chunk("name", "...")`. Small runs have their chunks in the page.
 """
 
 from __future__ import annotations
@@ -25,31 +26,25 @@ from grpo_rl.telemetry.metrics.validation import logged_value
 from grpo_rl.telemetry.rollout_log import prompt_key, read_rollouts, step_files
 
 Record = Mapping[str, Any]
-Pieces = Callable[[Sequence[int]], list[str]]
-"""A function from the ids of tokens to their texts, none if they cannot be told."""
+Pieces = Callable[[Sequence[int]], list[str]]  # texts of token ids, none if they cannot be told
 
-TOKENIZER = "tokenizer"
-"""The field of status.json with the folder of the tokenizer."""
+TOKENIZER = "tokenizer"  # field of status.json: the tokenizer's folder
 FILE = "tokenizer.json"
 INDEX = "index"
-FORMAT = 3
-"""The version of the index; files of another one are written anew."""
-INLINE_BYTES = 12 * 2**20
-"""The most bytes of logged rollouts that are kept in the page itself instead of beside it."""
-CHUNK_BYTES = 2**20
-"""The characters of texts after which a chunk is full: about what a browser unpacks in a few hundredths of a second."""
-PREVIEW = 160
-"""Characters of a prompt that the index has, for the list of groups."""
+FORMAT = 3  # of the index; files of another format are written anew
+INLINE_BYTES = 12 * 2**20  # logged rollouts up to which they are part of the page
+CHUNK_BYTES = 2**20  # texts of a chunk: about what a browser unpacks in some hundredths of a second
+PREVIEW = 160  # characters of a prompt in the list of groups
 
 
 def chunks_of(
     run: Path, folder: Path, pieces: Pieces | None = None, inline_bytes: int = INLINE_BYTES, *, keep: bool = False
 ) -> tuple[dict[str, Any], dict[str, str] | None]:
-    """Return the index of the run's rollouts and their chunks by name; None for a large run, whose chunks are files in `folder`.
+    """Return the index of a run's rollouts and its chunks by name; None for a large run, whose chunks are
+    files in `folder`.
 
-    With `keep` only new steps are written. The files are scripts that the page runs, so this is for a folder in which this
-    program has written them since it began to look at the run, and not for one that somebody sent. Steps whose files cannot
-    be read are left out.
+    `keep` writes new steps only: the page runs these files, so `folder` must hold none but this program's
+    own. Files that cannot be read are left out.
     """
     files = {(kind, step): path for kind in ("rollouts", "val") for step, path in step_files(run / kind)}
     size = 0
@@ -62,7 +57,6 @@ def chunks_of(
     earlier = _earlier(folder) if keep and not is_inlined else {}
     known = {(entry["kind"], entry["step"]): entry for entry in earlier.get("steps", ())}
     index: dict[str, Any] = {"format": FORMAT, "steps": []}
-    """All that the page needs to list, filter and find groups without their texts."""
     index |= {name: list(earlier.get(name, ())) for name in ("prompts", "sources", "failures")}
     places = {key: place for place, (key, *_) in enumerate(index["prompts"])}
     stamps: dict[str, list[int]] = {}
@@ -105,22 +99,21 @@ def pack(value: Any) -> str:
 
 
 def unpack(packed: str) -> Any:
-    """Return the value that `pack` packed. Raises ValueError or OSError for something else."""
+    """Raises ValueError or OSError for anything but what `pack` made."""
     return json.loads(gzip.decompress(base64.b64decode(packed, validate=True)))
 
 
 def write_chunk(folder: Path, name: str, packed: str) -> None:
-    """Write a chunk's file, which is complete or not there at all."""
     write_whole(folder / f"{name}.js", f'__chunk("{name}","{packed}")\n')
 
 
 def read_chunk(folder: Path, name: str) -> Any:
-    """Return the content of a chunk's file. Raises DataError, ValueError, LookupError or OSError if there is none."""
+    """Raises DataError, ValueError, LookupError or OSError if there is no such chunk."""
     return unpack(read_bytes(folder / f"{name}.js").decode("ascii").split('"')[3])
 
 
 def _parted(records: Sequence[Record]) -> Iterator[list[list[Record]]]:
-    """Yield the groups of a step, as many at a time as a chunk takes."""
+    """Yield a step's groups, as many at a time as fill a chunk."""
     by_prompt: dict[Any, list[Record]] = {}
     for record in records:
         by_prompt.setdefault(record.get("uid"), []).append(record)
@@ -137,7 +130,8 @@ def _parted(records: Sequence[Record]) -> Iterator[list[list[Record]]]:
 
 
 def _entry(group: Sequence[Record], kind: str, index: dict[str, Any], places: dict[str, int]) -> list[Any]:
-    """Return prompt, source, rewards, lengths, truncated samples and failures of a group: numbers and places in tables."""
+    """Return prompt, source, rewards, lengths, truncated samples and failures, as numbers and places in
+    tables."""
     row, prompt = prompt_key(group[0])
     key = hashlib.sha1(f"{row}\0{prompt}".encode(errors="replace")).hexdigest()[:12]
     if key not in places:
@@ -159,11 +153,10 @@ def _entry(group: Sequence[Record], kind: str, index: dict[str, Any], places: di
 
 
 _SHARED = ("prompt", "ground_truth", "data_source", "uid", "prompt_length")
-"""Fields that all rollouts of a group have in common."""
 
 
 def _texts(group: Sequence[Record], pieces: Pieces | None) -> dict[str, Any]:
-    """Return all that is logged of a group, what its rollouts share only once."""
+    """Return all that is logged of a group, shared fields once."""
     rollouts = []
     for record in group:
         shared = {
@@ -180,13 +173,12 @@ def _texts(group: Sequence[Record], pieces: Pieces | None) -> dict[str, Any]:
 
 
 def pieces_of(run: Path, status: Mapping[str, Any], *, trusted: bool = False) -> Pieces | None:
-    """Return the function from ids to texts of the run's tokenizer; None if its file is not there.
+    """Return the function from ids to texts of the run's tokenizer; None without its file.
 
-    What status.json names lies anywhere, and is read of a run that is `trusted`.
-
-    The texts of all tokens together are the response. Of tokens that are a part of a character only, the last has the character
-    and the others are empty. If the whole reads otherwise than its parts, as at an end within a character, the rest is the
-    text of one token. There are none if the tokenizer does not take the ids.
+    Only of a `trusted` run the place that status.json names, anywhere, is read. The texts of all tokens
+    together are the response. Of tokens that make up one character, the last has it and the others are empty;
+    if the whole decodes otherwise than its parts, as at an end within a character, one token has the rest.
+    Without texts if the tokenizer does not take the ids.
     """
     folders = [run / "model", *([Path(str(status.get(TOKENIZER) or run))] if trusted else [])]
     file = next((folder / FILE for folder in folders if (folder / FILE).is_file()), None)
@@ -221,7 +213,7 @@ def pieces_of(run: Path, status: Mapping[str, Any], *, trusted: bool = False) ->
 
 
 def _of_hub(name: str) -> Path | None:
-    """Return the file of a model of the hub by its name, from the cache on this machine; None if it is not there."""
+    """Return the hub file of a model from this machine's cache, None if it is not there."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -232,7 +224,7 @@ def _of_hub(name: str) -> Path | None:
 
 
 def rounded(value: Any, digits: int = 6) -> Any:
-    """Return a number with so many significant digits; None for what is no finite number."""
+    """Return a number with so many significant digits, None if it is not finite."""
     value = NON_FINITE.get(value, value) if isinstance(value, str) else value
     if not isinstance(value, int | float) or not math.isfinite(value):
         return None
@@ -246,7 +238,7 @@ def _place(table: list[str], name: str) -> int:
 
 
 def _earlier(folder: Path) -> dict[str, Any]:
-    """Return the index that an earlier call left; empty if there is none, or one of another version."""
+    """Return an earlier call's index; empty without one of this format."""
     with suppress(DataError, OSError, ValueError, LookupError):
         index = read_chunk(folder, INDEX)
         if isinstance(index, dict) and index.get("format") == FORMAT:

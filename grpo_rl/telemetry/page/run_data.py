@@ -1,4 +1,4 @@
-"""All that the page shows of a run, as JSON can hold it. Reads the run's folder, and starts or loads nothing."""
+"""All that the page shows of a run, as JSON, read from the run's folder."""
 
 from __future__ import annotations
 
@@ -29,17 +29,13 @@ from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.status import current_status
 
 ENDED = ("done", "failed", "preempted", "lost")
-Z95 = 1.959964
-"""The 97.5 % quantile of the normal distribution."""
-MOST_POINTS = 4000
-"""The most steps of which a curve has points; of longer runs every second, third, ... step is drawn."""
-TIMELINE_STEPS = 200
-"""The last steps whose intervals are drawn."""
+Z95 = 1.959964  # 97.5 % quantile of the normal distribution
+MOST_POINTS = 4000  # of a curve; of longer runs every n-th step is drawn
+TIMELINE_STEPS = 200  # last steps whose intervals are drawn
 _NAME = "trainer.experiment_name"
 _FOLDER = "trainer.default_local_dir"
 
-Series = dict[str, Any]
-"""Lists over steps, by name: steps, mean, and if responses were logged low, high, prompts."""
+Series = dict[str, Any]  # lists over steps: steps, mean; low, high, prompts if responses were logged
 
 
 def run_data(
@@ -51,11 +47,8 @@ def run_data(
     keep: bool = False,
     trusted: bool = False,
 ) -> dict[str, Any]:
-    """Return what the page shows of the run; `state` is put in place of the one in status.json, `keep` is that of `chunks_of`,
-    `trusted` that of `pieces_of`.
-
-    Raises DataError if there is no run.
-    """
+    """`state` replaces that of status.json; for `keep` see `chunks_of`, for `trusted` `pieces_of`. Raises
+    DataError if there is no run."""
     run = run.resolve()
     record = RunRecord.of_folder(run)
     status = current_status(run, state)
@@ -89,7 +82,6 @@ def run_data(
 def results(
     records: Sequence[Mapping[str, float]], index: Mapping[str, Any], measured: Mapping[str, Series]
 ) -> list[dict[str, Any]]:
-    """Return what the run changed: validation with intervals, losses on given answers, and the training reward."""
     rows: list[dict[str, Any]] = []
     for name, series in measured.items():
         fields = {"value": "mean"} | ({"low": "low", "high": "high"} if "low" in series else {})
@@ -106,13 +98,12 @@ def _point(point: Point) -> dict[str, Any]:
 
 
 def columns(records: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Return the metrics as one list per name over the steps, with the tokens and seconds of training until each step."""
+    """Return a list over the steps per metric, and the tokens and seconds of training until each step."""
     every = max(1, math.ceil(len(records) / MOST_POINTS))
     tokens, seconds = (
         list(itertools.accumulate(rounded(record.get(name), 12) or 0.0 for record in records))
         for name in ("perf/total_num_tokens", "timing_s/step")
     )
-    # Steps with a validation are kept: there are few of them.
     chosen = [
         place
         for place, record in enumerate(records)
@@ -131,23 +122,23 @@ def columns(records: Sequence[Mapping[str, float]]) -> dict[str, Any]:
 
 
 def alarms(records: Sequence[Mapping[str, float]]) -> list[list[Any]]:
-    """Return (step, name) of every illness at the step in which it was first seen."""
+    """Return (step, name) for the step in which each illness was first seen."""
     return [[int(record["step"]), name.removeprefix(ALARM)] for record in records for name in record if name.startswith(ALARM)]
 
 
 def interval(by_prompt: Sequence[Sequence[float]], *, single: bool) -> tuple[float, float, float]:
     """Return the mean over prompts, and the bounds of its 95 % interval.
 
-    Prompts are the independent draws, responses to one prompt are not: the variance is that of the means of prompts
-    (Miller, "Adding Error Bars to Evals", section 2.2). If all prompts have the same mean it estimates nothing, and the
-    bounds are NaN. With `single`, for prompts that are all right or all wrong, it is Wilson's interval (Wilson 1927).
+    Prompts are independent draws, responses to one prompt are not: the variance is that of the prompts' means
+    (Miller, "Adding Error Bars to Evals", section 2.2); NaN if these are equal. `single`, for prompts that
+    are all right or all wrong: Wilson's interval (Wilson 1927).
     """
     means = [statistics.fmean(rewards) for rewards in by_prompt]
     mean, n = statistics.fmean(means), len(means)
     if single:
         middle = (mean + Z95**2 / (2 * n)) / (1 + Z95**2 / n)
         half = Z95 / (1 + Z95**2 / n) * math.sqrt(mean * (1 - mean) / n + Z95**2 / (4 * n * n))
-        # At the ends the bound is exactly 0 or 1, up to rounding.
+        # At the ends the bound is exactly 0 or 1.
         return mean, max(0.0, round(middle - half, 12)), min(1.0, round(middle + half, 12))
     half = _half_width(means)
     if all(0.0 <= share <= 1.0 for share in means) and not math.isnan(half):  # shares stay shares
@@ -156,15 +147,16 @@ def interval(by_prompt: Sequence[Sequence[float]], *, single: bool) -> tuple[flo
 
 
 def _half_width(values: Sequence[float]) -> float:
-    """Return half of the 95 % interval of a mean; NaN if all values are the same and there is no variance to take it from."""
+    """Return half of the 95 % interval of a mean; NaN without variance."""
     return Z95 * statistics.stdev(values) / math.sqrt(len(values)) if len(set(values)) > 1 else math.nan
 
 
 def bands(index: Mapping[str, Any], kind: str, value: str = "reward") -> dict[str, Series]:
-    """Return mean and 95 % interval of the reward by step for each source, from an index of rollouts.
+    """Return mean and 95 % interval of the reward by step for each source, and of training's `all`, from an
+    index.
 
-    `kind` is rollouts or val, whose failed rewards count as 0; `value` is reward, or for val mean@N. A series has one kind
-    of interval at all of its steps. Of several sources of training `all` is the mean over all prompts.
+    `kind`: rollouts, or val, whose failed rewards count as 0; `value`: reward, or for val mean@N. A series
+    has one kind of interval.
     """
     by_source: dict[str, dict[int, list[list[float]]]] = {}
     for entry in sorted((step for step in index["steps"] if step["kind"] == kind), key=lambda step: step["step"]):
@@ -187,7 +179,7 @@ def bands(index: Mapping[str, Any], kind: str, value: str = "reward") -> dict[st
 
 
 def validations(index: Mapping[str, Any], records: Sequence[Mapping[str, float]]) -> dict[str, Series]:
-    """Return each number of validation that is shown, by the name of its metric without `val/`, over the steps."""
+    """Return each shown number of validation over the steps, by its metric's name without `val/`."""
     curves: dict[str, Series] = {}
     for key in shown_keys(records):
         source, _, value = key.removeprefix("val/").rpartition("/")
@@ -203,7 +195,7 @@ def validations(index: Mapping[str, Any], records: Sequence[Mapping[str, float]]
 
 
 def change(index: Mapping[str, Any], source: str, value: str = "reward") -> dict[str, Any] | None:
-    """Return how the validation of a source changed between the first and the last one, by prompt."""
+    """Return a source's change from first to last validation, by prompt."""
     entries = sorted((step for step in index["steps"] if step["kind"] == "val"), key=lambda step: step["step"])
     if len(entries) < 2:
         return None
@@ -224,13 +216,14 @@ def change(index: Mapping[str, Any], source: str, value: str = "reward") -> dict
 
 
 def _values(group: Sequence[Any], kind: str, value: str) -> list[float]:
-    """Return the values of a group's responses: rewards, or for mean@N what the index has in their place if it differs."""
+    """Return a group's rewards, or what the index has in their place for mean@N."""
     values = group[6] if value != "reward" and len(group) > 6 else group[2]
     return [number or 0.0 for number in values] if kind == "val" else [number for number in values if number is not None]
 
 
 def configuration(run: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that differ from their defaults, the whole as YAML text, and the commands that repeat and resume the run."""
+    """Return the keys that differ from defaults, the YAML text, and commands that repeat and resume the
+    run."""
     words = _text(run / "overrides.txt").splitlines()
     named = {word.partition("=")[0].lstrip("+~") for word in words}
     different = [
@@ -251,13 +244,12 @@ def configuration(run: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def setting(config: Mapping[str, Any]) -> str:
-    """Return what differs from the defaults except for names and seeds: runs with equal texts are repetitions of each other."""
+    """Return what differs from the defaults but names and seeds: equal texts are repetitions."""
     names = (_NAME, _FOLDER, *SEEDS)
     return "\n".join(f"{key}={show(value)}" for key, (value, _) in changed(flat(config)).items() if key not in names)
 
 
 def _text(file: Path) -> str:
-    """Return the text of a file; nothing if it cannot be read."""
     with suppress(DataError):
         return read_text(file)
     return ""

@@ -1,4 +1,4 @@
-"""The screen of a run that goes on: messages, progress bars, one line per step."""
+"""The screen of a run: messages, progress bars, a line per step."""
 
 from __future__ import annotations
 
@@ -20,20 +20,17 @@ from grpo_rl.telemetry.terminal import step_line
 from grpo_rl.telemetry.terminal.text import Bar, duration, encodable, safe_text
 
 HEADER_EVERY = 25
-QUIET_S = 30.0
-"""Seconds without a printed line after which one shows where the work is, if there are no live bars."""
-CLOSE_S = 1.0
-"""The longest wait for the thread that draws: a terminal that is held up (Ctrl-S) holds it up too."""
+QUIET_S = 30.0  # after which a line tells where the work is, without live bars
+CLOSE_S = 1.0  # of waiting for the drawing thread, which a held terminal (Ctrl-S) holds up
 DRAW_S = 0.1
 BAR_WIDTH = 30
 
 
 class Console:
-    """Prints for people: live bars on a terminal, plain lines on a pipe, and a copy of the lines in a log file.
+    """Live bars on a terminal, plain lines on a pipe, and a copy of the lines in a log file.
 
-    Nothing that is printed is read as markup, and control characters are escaped, so text that a model
-    wrote can be passed to any method. No method raises because of the log file, or of a screen that
-    `standard_streams.make_lasting` keeps.
+    Nothing is read as markup, and control characters are escaped, so any method takes a model's text. No
+    method raises for the log file, or a screen that `standard_streams.make_lasting` keeps.
     """
 
     def __init__(self, file: TextIO | None = None, quiet_s: float = QUIET_S) -> None:
@@ -42,10 +39,9 @@ class Console:
         self._errors = self._rich if file is not None else RichConsole(stderr=True, **plain)
         if not self._rich.is_terminal:
             self._rich.width = 120
-        # A colour forced into a pipe (FORCE_COLOR) makes rich believe in a terminal; a bar needs a real one.
+        # FORCE_COLOR makes rich take a pipe for a terminal; a bar needs a real one.
         self.interactive = self._rich.file.isatty() and not self._rich.is_dumb_terminal
-        # rich chooses how to move the cursor before it takes the lock under which it writes that: whatever is printed or drawn
-        # here takes its turn, and nothing else draws.
+        # rich plans cursor moves before it takes its lock: whatever prints or draws here takes this one.
         self._turn = threading.RLock()
         self._quiet_s = quiet_s
         self._live: Live | None = None
@@ -58,7 +54,6 @@ class Console:
         self._log: TextIO | None = None
 
     def info(self, message: str) -> None:
-        """Print a message; its line breaks are kept."""
         self._print([(message, "")])
 
     def warn(self, message: str) -> None:
@@ -66,11 +61,11 @@ class Console:
 
     def notice(self, message: str) -> None:
         """Print a message about the run itself, such as that it will stop, to the error stream."""
-        # Live bars are redrawn from where their own console left the cursor: nothing else may move it.
+        # Nothing else may move the cursor of live bars.
         self._print([(message, "bold")], self._rich if self.interactive else self._errors)
 
     def log(self, message: str) -> None:
-        """Write a line to the log file alone, for what the screen shows in another way."""
+        """For what the screen shows in another way."""
         self._write_log(safe_text(message, keep_newlines=True))
 
     def table(self, title: str, rows: Sequence[Sequence[object]], header: Sequence[str] = ()) -> None:
@@ -83,10 +78,9 @@ class Console:
     def progress(self, title: str, total: float | None = None, keep: bool = True, since: float | None = None) -> Iterator[Bar]:
         """Show a bar for work of `total` units (None: unknown) that takes longer than a second.
 
-        On a terminal the bar is live and gives way to one line with the seconds; elsewhere there is one
-        line at the start, one at the end, and one for every `quiet_s` without any. `keep=False` leaves no line: for the
-        phases of a step, whose seconds are on the step's own line. `since`, a monotonic time: the start of work that
-        began before this call.
+        On a terminal it is live and gives way to a line with the seconds; elsewhere there is a line at start
+        and end, and one per `quiet_s` without any. `keep=False` leaves no line: the step's line has the
+        seconds. `since`: the monotonic time of a start before this call.
         """
         start = time.monotonic() if since is None else since
         if keep and not self.interactive:
@@ -115,12 +109,11 @@ class Console:
                 self.info(f"{title}{note}: {f'{outcome} ' if outcome else ''}{duration(time.monotonic() - start)}")
 
     def _drawn(self) -> Text:
-        """Return the live bars, a line for each."""
         lines = "\n".join(bar.text(BAR_WIDTH) for bar in self._bars)
         return Text(encodable(lines, self._rich.encoding), no_wrap=True, overflow="ellipsis")
 
     def _beat(self) -> None:
-        """Draw the live bars again and again; if there are none, print where the work is after a while without a line."""
+        """Draw the live bars; without any, print where the work is after a while without a line."""
         while not self._closed.wait(DRAW_S if self.interactive else self._quiet_s / 10):
             with self._turn:
                 if self._live is not None:
@@ -130,9 +123,9 @@ class Console:
                 self.info("; ".join(places))
 
     def give_back_terminal(self) -> None:
-        """Take the bars off the terminal and show its cursor, for a process that is about to end without another word.
+        """Take the bars off the terminal and show its cursor, before this process ends.
 
-        Takes no lock and may be called by a signal's handler: it writes past rich, which prints nothing more.
+        For signal handlers: takes no lock, and writes past rich, which prints nothing more.
         """
         if not self.interactive or self._live is None:
             return
@@ -142,7 +135,7 @@ class Console:
             os.write(self._rich.file.fileno(), f"{erased}\x1b[?25h".encode())
 
     def step(self, step: int, total: int, metrics: Mapping[str, float], left_s: float | None = None) -> None:
-        """Print one line for a training step, under a header that comes back every 25 lines, and if the columns change."""
+        """The header comes back every 25 lines, and if the columns change."""
         header = step_line.header(metrics)
         if header and (header != self._header or self._lines_since_header >= HEADER_EVERY):
             self._print(header)
@@ -151,11 +144,10 @@ class Console:
         self._lines_since_header += 1
 
     def log_to(self, path: Path) -> None:
-        """Append every line from now on also to `path`, with the time."""
+        """Append every later line to `path`, with the time."""
         self._log = path.open("a", encoding="utf-8", errors="backslashreplace")
 
     def close(self) -> None:
-        """Stop drawing, and close the log file."""
         self._closed.set()
         if self._pulse is not None:
             self._pulse.join(CLOSE_S)  # its last line must not meet a closed file

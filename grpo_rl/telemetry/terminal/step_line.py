@@ -1,4 +1,4 @@
-"""One training step as one line of a table, and the header above it: the metrics that a person sees."""
+"""A training step as a line of a table, and its header."""
 
 from __future__ import annotations
 
@@ -16,11 +16,8 @@ PHASES = {
     "update": "timing_s/update_actor",
     "sync": "timing_s/sync_weights",
 }
-"""Phases that have a column of their own; what is left of the step is `other`."""
-MOST_COMPONENTS = 4
-"""Components of the reward that a line has room for."""
-OVERALL = ("mean", "max", "min", "std", "greedy_baseline_mean")
-"""The keys `reward/<key>` that are about the whole reward."""
+MOST_COMPONENTS = 4  # of the reward on a line
+OVERALL = ("mean", "max", "min", "std", "greedy_baseline_mean")  # `reward/<key>` of the whole reward
 FAILURES = {
     "timeouts": "past the deadline",
     "errors": "raised an error",
@@ -28,16 +25,14 @@ FAILURES = {
     "dropped": "dropped from the step",
     "failed_baselines": "without a greedy response to compare with",
     "broken_groups": "groups that compare nothing any more",
-}
-"""The keys `reward/<key>` that count scores which could not be had, by what happened."""
+}  # `reward/<key>` that count failed scores
 
 Metrics = Mapping[str, float]
 
 
-Piece = tuple[str, str]
-"""A part of a line and its style, which is how much a reader should notice it."""
+Piece = tuple[str, str]  # a part of a line, and its style
 Column = tuple[str, int, int, str, tuple[str, ...]]
-"""A column of the table: its name, width, digits and style, and the metrics, of which it shows the first that is there."""
+"""Name, width, digits, style, and metrics, of which the first that is there is shown."""
 
 _VALID = "bold green"
 _SPEED: tuple[Column, ...] = (
@@ -74,12 +69,11 @@ _PAIRS: tuple[Column, ...] = (
     _GRADIENT,
     *_SPEED,
 )
-"""Of a run that learns from pairs: losses per pair, how many are in the right order and by how much. Of a reward model that learns
-rated steps they are losses per step, and the share that it judges right."""
+"""Losses, share in the right order and margins of pairs; of a reward model of steps: losses, share judged
+right."""
 
 
 def header(metrics: Metrics = MappingProxyType({})) -> list[Piece]:
-    """Return the names of the columns of the table that `line` writes for such metrics, each as wide as its values."""
     if metrics and _is_validation(metrics):
         return []
     columns = _columns(metrics)
@@ -89,7 +83,7 @@ def header(metrics: Metrics = MappingProxyType({})) -> list[Piece]:
 
 
 def line(step: int, total: int, metrics: Metrics, left_s: float | None = None) -> list[Piece]:
-    """Return the values under `header()`: of a run that samples 119 columns, and after them the reward's components and failures."""
+    """For a run that samples 119 columns, then the reward's components and failures."""
     pieces = [(f"{step}/{total}".rjust(9), "")]
     if _is_validation(metrics):
         return [*pieces, _validation(metrics)]
@@ -104,7 +98,7 @@ def line(step: int, total: int, metrics: Metrics, left_s: float | None = None) -
 
 
 def _number(value: float | None, width: int, digits: int) -> str:
-    # Seconds, which have two digits, are rounded first: half a millisecond is 0.00 s to a reader, not 5e-04.
+    # Seconds are rounded first: half a millisecond shows as 0.00, not 5e-04.
     return number(value if value is None or digits != 2 else round(value, 2), width, digits)
 
 
@@ -119,24 +113,22 @@ def _is_supervised(metrics: Metrics) -> bool:
 
 
 def _is_validation(metrics: Metrics) -> bool:
-    """Return whether these are validations of prompts before the training, from which no kind of run can be told."""
+    """Return whether these are validations before training, which do not tell the kind of run."""
     return bool(validation_keys(metrics)) and "reward/mean" not in metrics and not _is_supervised(metrics)
 
 
 def _phases(metrics: Metrics) -> Piece:
-    """Return the seconds of each phase, and those of the step that no phase has."""
     seconds = metrics.get("timing_s/step")
     phases = {name: metrics.get(key) for name, key in PHASES.items()}
-    # If responses are sampled beside the training, what is waited for them.
+    # Beside the training, the wait for responses.
     phases["gen"] = metrics.get("timing_s/wait_for_rollouts", phases["gen"])
     other = None if seconds is None else max(0.0, seconds - sum(value or 0.0 for value in phases.values()))
     return "  |" + "".join(_number(value, 7, 2) for value in (*phases.values(), other)), "dim"
 
 
 def _rewards(metrics: Metrics) -> list[Piece]:
-    """Return the components of a reward that has several, and how many scores failed, if some did."""
     parts = {key.removeprefix("reward/"): value for key, value in metrics.items() if key.startswith("reward/")}
-    # `acc` and `answer` stand there twice: by themselves, for validation, and under the component that gave them.
+    # `acc` and `answer` are also there under the component that gave them.
     names = [
         name
         for name in parts
@@ -156,7 +148,6 @@ def _rewards(metrics: Metrics) -> list[Piece]:
 
 
 def _validation(metrics: Metrics) -> Piece:
-    """Return the validation by name: what has the column `valid`, and the reward if that is another number."""
     keys = validation_keys(metrics)
     text = f"{keys[0].rpartition('/')[2]}{number(validation_score(metrics), 7)}"
     if len(shown_keys([metrics])) > len(keys):
@@ -166,7 +157,7 @@ def _validation(metrics: Metrics) -> Piece:
 
 
 def _short_duration(seconds: float) -> str:
-    """Return `45s`, `12m05s`, `7h03m` or `3d07h`: at most 7 columns below a thousand days."""
+    """At most 7 columns below a thousand days: `45s`, `12m05s`, `7h03m`, `3d07h`."""
     rounded = round(seconds)
     for unit, size, smaller, smaller_size in (("d", 86_400, "h", 3_600), ("h", 3_600, "m", 60), ("m", 60, "s", 1)):
         if rounded >= size:

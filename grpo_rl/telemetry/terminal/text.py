@@ -1,4 +1,4 @@
-"""Text for people: numbers in few columns, model output that cannot drive a terminal, and how far a piece of work is."""
+"""Text for people: numbers in few columns, model output that cannot drive a terminal, progress."""
 
 from __future__ import annotations
 
@@ -11,18 +11,14 @@ from typing import TextIO
 
 from grpo_rl.config.secrets import redact
 
-# Controls, bidirectional and zero-width marks, lone surrogates, line separators: everything that can
-# move a cursor, reorder a line or break an encoder.
+# All that can move a cursor, reorder a line or break an encoder.
 _UNSAFE_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 
 
 def safe_text(text: str, limit: int | None = None, keep_newlines: bool = False) -> str:
-    """Return `text` with every character escaped that a terminal would obey instead of show.
-
-    What a model wrote is not to be trusted: it may contain ANSI sequences, carriage returns or
-    right-to-left overrides. With `limit`, the middle is cut out of a longer text, between words if they are short. Secrets are
-    hidden.
-    """
+    """Escape every character that a terminal would obey instead of show, and hide secrets: model output may
+    contain ANSI sequences, carriage returns or right-to-left overrides. `limit` cuts the middle out, between
+    words if they are short."""
     text = redact(text)
     if limit is not None and len(text) > limit:
         head = (limit - 5) * 2 // 3
@@ -49,18 +45,18 @@ def _escape(char: str) -> str:
 
 
 def encodable(text: str, encoding: str) -> str:
-    """Return `text` with escapes for the characters that `encoding` does not have, so that printing never fails."""
+    """Escape what `encoding` lacks, so that printing never fails."""
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print a text to the standard output, or another stream, as far as its encoding goes."""
+    """Print as far as the stream's encoding goes."""
     stream = sys.stdout if stream is None else stream
     print(encodable(text, stream.encoding or "utf-8"), file=stream, flush=True)
 
 
 def number(value: float | None, width: int, digits: int = 3) -> str:
-    """Return `value` right-aligned in exactly `width` columns (at least 7), with up to `digits` decimals; "-" for None."""
+    """Right-align in `width` columns (at least 7), with up to `digits` decimals; "-" for None."""
     if value is None:
         return "-".rjust(width)
     if not math.isfinite(value):
@@ -79,7 +75,7 @@ def number(value: float | None, width: int, digits: int = 3) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as a person says them: `0.31 s`, `12.4 s`, `3 min 05 s`, `2 h 07 min`."""
+    """`0.31 s`, `12.4 s`, `3 min 05 s`, `2 h 07 min`."""
     if seconds < 10:
         return f"{seconds:.2f} s"
     if seconds < 59.95:
@@ -92,13 +88,13 @@ def duration(seconds: float) -> str:
 
 
 class Bar:
-    """How far a piece of work is; safe to use from several threads, and after the work."""
+    """Progress of a piece of work, from any thread, also after the work."""
 
     def __init__(self, title: str = "", total: float | None = None) -> None:
         self._began = time.monotonic()
         self._ends_at: float | None = None
         self._is_even = True
-        # A signal's exception may come out of any line of the main thread, which must not then wait for itself.
+        # A signal's exception may come out of any line of the main thread, which must not wait for itself.
         self._lock = threading.RLock()
         self.title, self.total, self.note = title, total, ""
         self.done = 0.0
