@@ -1,8 +1,5 @@
-"""`grpo-rl chat RUN[@step]`: talk to a policy in the terminal. What the model writes is shown harmless.
-
-With a chat template the conversation is rendered by it; a model without one continues the plain text. From a pipe each line
-is one turn, so that a script can ask too.
-"""
+"""`grpo-rl chat RUN[@step]`: talk to a policy in the terminal, or from a pipe, of which each line is a
+turn."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ class Conversation:
     turns: list[dict[str, str]] = field(default_factory=list)
 
     def ask(self, text: str, uid: str) -> Prompt:
-        """Add a turn of the user, and return the prompt for the answer. Raises ConfigError if the whole is too long."""
+        """Add a user's turn, and return the prompt for the answer. Raises ConfigError if it is too long."""
         import numpy as np
 
         from grpo_rl.types import Prompt
@@ -71,17 +68,16 @@ class Conversation:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Answer what is typed until /quit or the end of the input. Returns 0. Raises this package's errors."""
     options, words = _parser().read_with_settings(argv)
     target = find_target(options.target, trusted=options.trust_run)
     # Progress is no answer either.
     console = Console(None if sys.stdin.isatty() else sys.stderr)
     with ExitStack() as stack:
         stack.callback(console.close)
-        # After a failure it stays, as the logs that an error names lie in it.
+        # Stays after a failure: it has the logs that an error names.
         folder = Path(tempfile.mkdtemp(prefix="grpo-chat-"))
         model = model_folder(target, console, trusted=options.trust_run)
-        # A person is there in place of rewards and environments.
+        # A person takes the place of rewards and environments.
         keys = settings_of_run(target.run, options.engine, words, trusted=options.trust_run, without=("reward.", EPISODES))
         keys |= _keys(options, ready_model(model, console), words)
         plan, _ = sampling_plan(keys, words, model, folder / "settings.yaml")
@@ -132,7 +128,6 @@ def _talk(config: Config, sampler: Sampler, options: argparse.Namespace, label: 
 
 
 def _lines() -> Iterator[str]:
-    """Yield what is typed, line by line; from a pipe, each of its lines."""
     is_person = sys.stdin.isatty()
     if is_person:
         with suppress(ImportError):
@@ -145,12 +140,13 @@ def _lines() -> Iterator[str]:
 
 
 def _note(text: str) -> None:
-    """Print a line that is no answer: a script that asks through a pipe finds answers alone on the standard output."""
+    """Print to the error stream if a script asks through a pipe: it finds answers alone on the standard
+    output."""
     say(text, sys.stdout if sys.stdin.isatty() else sys.stderr)
 
 
 def _keys(options: argparse.Namespace, folder: str, words: Sequence[str]) -> dict[str, Any]:
-    """Return the options as keys: the room for the conversation is what the model's positions leave beside the answer."""
+    """The conversation has the room that the model's positions leave beside the answer."""
     from grpo_rl.models.load import load_config
 
     own_code = any(word.lstrip("+") == "actor_rollout_ref.model.trust_remote_code=true" for word in words)

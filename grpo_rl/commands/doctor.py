@@ -15,7 +15,6 @@ from grpo_rl.telemetry.terminal.text import say
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the diagnosis of a run. Returns 0, or with --strict 1 if something is wrong."""
     arguments = _parser().read(argv)
     diagnosis = diagnose(RunRecord.of_folder(find_run(arguments.run)))
     say(json.dumps(jsonable([asdict(item) for item in diagnosis.findings]), indent=2) if arguments.json else as_text(diagnosis))

@@ -18,7 +18,7 @@ ANSWER_S = 20.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Show which engines serve, or order a change and say what the run answers. Raises ConfigError for what cannot be."""
+    """Raises ConfigError for what cannot be changed."""
     options = _parser().read(argv)
     run = find_run(options.run)
     status = read_status(run)

@@ -34,7 +34,6 @@ FOLDER = Path("evaluations")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Evaluate the models that the command line names; print and write the results. Returns 0."""
     options, words = _parser().read_with_settings(argv)
     if not options.targets:
         raise ConfigError("grpo-rl eval needs a model or a run: grpo-rl eval runs/grpo_rl/my_run --data FILE")
@@ -49,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         if run is not None:
             console.info(f"data columns, templates, lengths and reward are those of {run}")
         models: list[tuple[str, Plan, ResponseFile]] = []
-        # All is refused here that can be, before an engine starts.
+        # All that can be refused is refused before an engine starts.
         for number, target in enumerate(targets):
             path = model_folder(target, console, trusted=options.trust_run)
             plan, settings = sampling_plan(keys, words, path, run_dir.logs / f"settings_{number + 1}.yaml")
@@ -67,7 +66,6 @@ def main(argv: Sequence[str]) -> int:
 def _report(
     labels: Sequence[str], groups: Sequence[Groups], folder: Path, console: Console, pass_at: float, temperature: float
 ) -> None:
-    """Print the tables, and write their numbers as summary.json."""
     from grpo_rl.evaluation import evaluation_results as results
 
     n = len(next(iter(groups[0].values())))
@@ -104,7 +102,7 @@ def _report(
 
 
 def _name(target: Target, data: Sequence[str], keys: dict[str, Any], words: Sequence[str]) -> str:
-    """Return a folder name that is the same for the same settings, so that the same command goes on."""
+    """Equal settings have the same name, so that the same command goes on."""
     first = Path(data[0].partition("?")[0].removeprefix("task:")).stem
     name = f"{target.run.name if target.run is not None else target.label}-{first}"
     digest = hashlib.sha256(json.dumps([sorted(keys.items()), sorted(words)], default=str).encode()).hexdigest()[:8]

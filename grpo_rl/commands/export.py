@@ -1,7 +1,4 @@
-"""`grpo-rl export RUN[@step]`: a Hugging Face folder with a model card.
-
-The card says what the policy was trained on, how, what came of it, and how to repeat that.
-"""
+"""`grpo-rl export RUN[@step]`: a Hugging Face folder with a model card: training, results, repetition."""
 
 from __future__ import annotations
 
@@ -27,14 +24,12 @@ from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.telemetry.terminal.text import safe_text
 
 _BASE = "actor_rollout_ref.model.path"
-_LOCAL = ("trainer.default_local_dir", "trainer.experiment_name", "trainer.resume_from_path")
-"""Keys that are about one machine's folders and say nothing about the model."""
+_LOCAL = ("trainer.default_local_dir", "trainer.experiment_name", "trainer.resume_from_path")  # folders
 
 
-ADAPTER = "lora_adapter"
-"""The folder of the adapter in the exported model of a run with LoRA."""
+ADAPTER = "lora_adapter"  # folder in the exported model of a run with LoRA
 _RUNS_CODE = (".py", ".pyc", ".so", ".sh", ".pkl", ".pickle", ".bin", ".pt", ".pth", ".ckpt")
-"""Endings of files that are code, and of those whose reader runs what they say."""
+"""Endings of code, and of files whose reader runs what they say."""
 CARD, CONFIG, CURVE, METRICS = "README.md", "run_config.yaml", "curves.png", "metrics.jsonl"
 _TEXT = """\
 ---
@@ -64,7 +59,7 @@ python -m grpo_rl.main recipe=run_config.yaml trainer.experiment_name=again
 
 
 def model_card(run_dir: RunDir, config: Mapping[str, Any], step: int | None, *, has_curve: bool) -> str:
-    """Return the card as Markdown with the hub's metadata at its head. `step` is that of the checkpoint, None for the end."""
+    """Return the card as Markdown. `step` is the checkpoint's, None for the end."""
     config = flat(config)
     records = [record for record in read_metrics(run_dir.metrics_file) if step is None or record["step"] <= step]
     done = int(records[-1]["step"]) if records else 0
@@ -84,7 +79,7 @@ def model_card(run_dir: RunDir, config: Mapping[str, Any], step: int | None, *, 
 
 
 def _metadata(config: Mapping[str, Any]) -> str:
-    """Return the block at the head of the card, which the hub reads."""
+    """Return the head of the card, which the hub reads."""
     metadata: dict[str, Any] = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
@@ -114,7 +109,7 @@ def _code(value: Any) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the folder. Returns 0. Raises ConfigError for words, CheckpointError for a checkpoint that cannot be trusted."""
+    """Raises ConfigError for words, CheckpointError for a bad checkpoint."""
     options = _parser().read(argv)
     target = find_target(options.target, trusted=options.trust_run)
     if target.run is None:

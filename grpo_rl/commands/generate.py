@@ -1,7 +1,7 @@
 """`grpo-rl generate MODEL|RUN[@step] --data FILE --output FILE`: scored responses as rows.
 
-While it goes on, whole prompts are kept in `FILE.work/`, so that the same command goes on after an end; the file itself is
-written at once at the end, and the folder goes.
+Answered prompts are kept in `FILE.work/`, so that the same command goes on, until the file is written at the
+end.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ _SUFFIXES = (".jsonl", ".parquet")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Sample, and write the file. Returns 0. Raises this package's errors."""
     options, words = _parser().read_with_settings(argv)
     if len(options.targets) != 1:
         raise ConfigError("grpo-rl generate needs one model or run: grpo-rl generate builtin:arithmetic --data FILE")
@@ -76,7 +75,6 @@ def main(argv: Sequence[str]) -> int:
 def _sample(
     plan: Plan, data: Sequence[str], scores: bool, file: ResponseFile, run_dir: RunDir, console: Console, limit: int
 ) -> None:
-    """Sample what is not in the file yet."""
     from grpo_rl.cluster.sampling import unscored
     from grpo_rl.data.dataset import BarePromptDataset
 
@@ -88,7 +86,7 @@ def _sample(
 
 
 def _has_ground_truth(data: Sequence[str], config: DataConfig) -> bool:
-    """Return whether the first row of the data has what a reward compares with, and a source that chooses the rule."""
+    """Return whether the first row has a ground truth and a source that chooses the rule."""
     from grpo_rl.data.rows import BadRow, example
     from grpo_rl.data.sources.locate import open_source
 
@@ -100,12 +98,11 @@ def _has_ground_truth(data: Sequence[str], config: DataConfig) -> bool:
 
 
 def rows_of(groups: Iterable[Sequence[Record]]) -> list[Record]:
-    """Return all responses as rows of the file, without what is about the folder of work alone."""
+    """Return the responses without the fields of the work folder alone."""
     return [{key: value for key, value in record.items() if key not in _INTERNAL} for group in groups for record in group]
 
 
-_INTERNAL = ("row", "advantage", "weight_version")
-"""Fields of a line in the folder of work that say nothing about the response."""
+_INTERNAL = ("row", "advantage", "weight_version")  # say nothing about the response
 
 
 def _parser() -> Arguments:

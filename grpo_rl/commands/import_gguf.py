@@ -1,4 +1,4 @@
-"""`grpo-rl import-gguf FILE.gguf FOLDER`: a GGUF model as a Hugging Face folder: weights, tokenizer, chat template, card."""
+"""`grpo-rl import-gguf FILE.gguf FOLDER`: a GGUF model as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.telemetry.terminal.text import safe_text
 
 DTYPES = ("float32", "bfloat16")
-MAX_PARTS = 8_000_000
-"""Parts of the header that are read at most. A vocabulary of 260,000 tokens with its merges has 2 million."""
+MAX_PARTS = 8_000_000  # of the header at most; 260,000 tokens with merges have 2 million
 _CARD = """\
 ---
 {metadata}---
@@ -45,7 +44,7 @@ Imported by `grpo-rl import-gguf` of grpo_rl {version} from `{file}` (SHA-256 `{
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the folder. Returns 0. Raises ConfigError as `read_header` and `import_gguf` do."""
+    """Raises ConfigError as `read_header` and `import_gguf`."""
     options = _parser().read(argv)
     folder = Path(options.folder).expanduser()
     file = read_header(Path(options.file).expanduser())
@@ -67,20 +66,19 @@ class GgufFile:
     name: str
     license: str
     source: str
-    types: str
-    """Types of its tensors, the one with the most numbers first, such as `Q4_1, F32`."""
+    types: str  # of tensors, that of most numbers first: `Q4_1, F32`
     numbers: int
     blocks: int
 
 
 def read_header(path: Path) -> GgufFile:
-    """Return what the file says. Raises ConfigError for one that is missing, broken, or larger in words than in bytes."""
+    """Raises ConfigError for a file that is missing, broken, or shorter than it says."""
     if not path.is_file():
         raise ConfigError(f"{path}: there is no such file")
     from gguf import GGUFReader
 
     class BoundedReader(GGUFReader):
-        """The library's reader takes what lies beyond the end as empty, and repeats that as often as the file says."""
+        """The library's reader takes what lies beyond the end as empty, as often as the file says."""
 
         parts = 0
 
@@ -126,15 +124,15 @@ def read_header(path: Path) -> GgufFile:
 
 
 def import_gguf(file: GgufFile, folder: Path, dtype: str) -> Path:
-    """Write the Hugging Face folder, whole or not at all, and return it.
+    """Write the Hugging Face folder whole, and return it.
 
-    Raises ConfigError for a folder that is there, for a family that transformers does not read from GGUF, for weights that do
-    not make up the model, and if memory or disk do not suffice.
+    Raises ConfigError for an existing folder, a family that transformers does not read from GGUF, weights
+    that do not make up the model, and too little memory or disk.
     """
     width = 4 if dtype == "float32" else 2
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder}: is there already; give a new folder")
-    # The library dequantizes into float32, beside the file itself.
+    # The library dequantizes into float32 beside the file.
     needed, free = 4 * file.numbers + file.path.stat().st_size, machine_memory().free
     if needed > free:
         raise ConfigError(
@@ -172,24 +170,24 @@ def import_gguf(file: GgufFile, folder: Path, dtype: str) -> Path:
 
 
 def _read(file: GgufFile, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Return tokenizer and model; the model's config has no trace of the quantization, with which it could not be saved."""
+    """Return tokenizer and model, whose config has no trace of quantization: it could not be saved."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # the screen has a bar of its own
+    disable_progress_bar()
     place, name = str(file.path.parent), file.path.name
     with _readable(file.path):
         config = AutoConfig.from_pretrained(place, gguf_file=name, local_files_only=True)
         with parameters_on_meta():
             model = AutoModelForCausalLM.from_config(config)
         described = sum(parameter.numel() for parameter in model.parameters())
-        # transformers leaves out what it does not know, such as the factors of scaled rotary embeddings: another model.
+        # transformers leaves out what it does not know, such as factors of scaled rotary embeddings.
         if described != file.numbers:
             raise ValueError(
                 f"transformers reads its settings as {described:,} parameters, and it has {file.numbers:,} numbers"
             )
         tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=name, local_files_only=True)
-        with redirect_stderr(io.StringIO()):  # a bar that transformers draws whatever it is told
+        with redirect_stderr(io.StringIO()):  # transformers draws a bar in any case
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 place, gguf_file=name, local_files_only=True, dtype=torch.float32, output_loading_info=True
             )
@@ -207,7 +205,7 @@ def _read(file: GgufFile, dtype: torch.dtype) -> tuple[Any, Any]:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Raise ConfigError, in one sentence, for whatever a broken or unsupported file makes gguf and transformers raise."""
+    """Raise ConfigError for whatever gguf and transformers raise."""
     try:
         yield
     except ConfigError:

@@ -15,7 +15,6 @@ from grpo_rl.telemetry.terminal.text import say
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the page of the runs and print its path. Returns 0."""
     arguments = _parser().read(argv)
     folder = Path(arguments.run[0]).expanduser()
     if len(arguments.run) == 1 and arguments.out is None and named_run(arguments.run[0]) is None and runs_below(folder):

@@ -13,7 +13,7 @@ from grpo_rl.errors import DataError
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the plan of the run that the words describe, and return the code that the run's own refusal would end with."""
+    """Returns the code that the run's own refusal would end with."""
     parser = Arguments(
         "plan",
         "Check a configuration whole and print its plan: roles and devices, passes, sizes, objective, memory; for a machine that\n"
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def words_of_lengths(run: Path) -> list[str]:
-    """Return the words that plan with the response lengths of a run's log. Raises DataError if it has none."""
+    """Return words for the response lengths in a run's log. Raises DataError if it has none."""
     from grpo_rl.telemetry.rollout_log import read_rollouts, step_files
 
     records = (record for _, path in step_files(run / "rollouts") for record in read_rollouts(path))

@@ -1,9 +1,8 @@
-"""What the commands that sample share: their options, their plan, and the answers to the prompts that have none yet.
+"""What the commands that sample share: options, plan, and answers to prompts that have none yet.
 
-The plan is made of settings of a run, options of the command, and `key=value` words, later ones first.
-
-The configuration is that of a run which only validates (`trainer.val_only=true`), composed and checked in the same way. Of a
-run's own configuration only what bears on sampling and scoring is taken: data columns, templates, lengths, reward, engine.
+The plan is that of a run that only validates (`trainer.val_only=true`), of settings of a run, options and
+`key=value` words, later ones first. Of a run's configuration only what bears on sampling and scoring is
+taken.
 """
 
 from __future__ import annotations
@@ -46,21 +45,16 @@ _ENGINE = (
     *("max_num_batched_tokens", "enable_prefix_caching", "cpu_threads", "hf.batched", "engine_kwargs"),
 )
 TAKEN = frozenset([*(f"data.{key}" for key in _DATA), *(f"{_R}.{key}" for key in _ENGINE), "trainer.device", "trainer.seed"])
-"""Keys of a run that bear on sampling; those of `reward.` and of episodes are taken as well."""
-EPISODES = f"{_R}.multi_turn."
-"""The beginning of the keys of episodes of several turns."""
+"""Keys of a run that bear on sampling, beside those of `reward.` and of episodes."""
+EPISODES = f"{_R}.multi_turn."  # how the keys of episodes begin
 SAMPLED_WITH = frozenset(f"{_R}.{key}" for key in ("name", "seed", "dtype", "fp32_lm_head"))
-"""Keys of the engine that responses depend on; the others are about speed and memory."""
+"""Keys of the engine that bear on responses; the others bear on speed and memory."""
 _PROCESSES = frozenset(f"{EPISODES}environment.{key}" for key in ("num_workers", "memory_limit_gb", "retries"))
-"""Keys of episodes that are about the processes of environments."""
-NO_DATA = "task:arithmetic?num_rows=1"
-"""The data of a plan whose prompts come from elsewhere. Nobody reads it, so a run's names of columns need not fit."""
-ALONE_MEMORY_SHARE = 0.85
-"""GPU: share of the memory for an engine that has the device to itself."""
+NO_DATA = "task:arithmetic?num_rows=1"  # never read: the prompts come from elsewhere
+ALONE_MEMORY_SHARE = 0.85  # GPU: of the memory, for an engine alone on its device
 
 
 def add_sampling_options(parser: Arguments, *, n: int) -> None:
-    """Add the options that all commands which sample for prompts have in common."""
     parser.add_argument("--data", action="append", metavar="FILE", help="prompts, as data.val_files takes them")
     parser.add_argument("-n", type=counted, default=n, help=f"responses to each prompt ({n})")
     parser.add_argument("--top-k", type=int, default=-1, help="sample from so many tokens; -1 takes all")
@@ -71,7 +65,6 @@ def add_sampling_options(parser: Arguments, *, n: int) -> None:
 
 
 def add_engine_options(parser: Arguments) -> None:
-    """Add the options of sampling from one model."""
     parser.add_argument("--temperature", type=not_negative, default=1.0, metavar="T", help="0 is greedy (1)")
     parser.add_argument("--top-p", type=not_negative, default=1.0, metavar="P", help="the likeliest tokens of this share (1)")
     parser.add_argument("--seed", type=int, metavar="S", help="seed of sampling (as the run has it, else 0)")
@@ -83,7 +76,7 @@ def add_engine_options(parser: Arguments) -> None:
 
 @contextmanager
 def responses_folder(folder: Path) -> Iterator[RunDir]:
-    """Keep a folder for responses and logs, made if it is not there, from other processes. Raises ConfigError if that cannot be."""
+    """Make the folder if need be, and lock it. Raises ConfigError if that fails."""
     run_dir = RunDir(folder)
     with writing(f"--output {folder}"):
         run_dir.logs.mkdir(parents=True, exist_ok=True)
@@ -95,7 +88,6 @@ def responses_folder(folder: Path) -> Iterator[RunDir]:
 
 
 def option_keys(options: argparse.Namespace, data: Sequence[str]) -> dict[str, Any]:
-    """Return the options as keys of the configuration."""
     greedy = options.temperature == 0
     if greedy and options.n > 1:
         raise ConfigError(f"-n {options.n} --temperature 0: greedy decoding gives the same response {options.n} times; -n 1")
@@ -122,11 +114,11 @@ def settings_of_run(
     trusted: bool = False,
     without: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return the keys of a run that bear on sampling and scoring, if they are not the defaults; none without a run.
+    """Return a run's keys that bear on sampling and scoring and are not the defaults; none without a run.
 
-    If another `engine` is asked for, the settings of the run's own are left out: they mean nothing to it. So are the keys
-    that are typed (`words`), and those that begin as one of `without`. Raises ConfigError for settings that may run code or
-    reach an address, unless the run is `trusted`.
+    Left out are keys in `words`, those that begin as one of `without`, and if another `engine` is asked for
+    those of the run's engine. Raises ConfigError for settings that may run code or reach an address, unless
+    the run is `trusted`.
     """
     if run is None:
         return {}
@@ -142,7 +134,7 @@ def settings_of_run(
 
 
 def data_of_run(run: Path, *, trusted: bool = False) -> list[str]:
-    """Return the validation data of a run. Raises ConfigError for a task of its own, unless the run is `trusted`."""
+    """Raises ConfigError for a task of the run's own, unless it is `trusted`."""
     section = run_config(run).get("data", {})
     files = section.get("val_files") or section.get("val_prompt_files") if isinstance(section, dict) else None
     names = [str(file) for file in files] if isinstance(files, list) else []
@@ -154,7 +146,7 @@ def data_of_run(run: Path, *, trusted: bool = False) -> list[str]:
 def sampled_with(
     options: argparse.Namespace, targets: Sequence[Target], words: Sequence[str]
 ) -> tuple[Path | None, list[str], dict[str, Any]]:
-    """Return the run that settings are taken from (the one that is named, else the first among the targets), data and keys."""
+    """Return the run that gives settings (the named one, else the first target's), data and keys."""
     run = next((target.run for target in targets if target.run is not None), None)
     run = run if options.settings_of is None else find_run(options.settings_of)
     data = options.data or (data_of_run(run, trusted=options.trust_run) if run is not None else [])
@@ -170,7 +162,7 @@ def answer_missing(
     console: Console,
     bare_prompts: Callable[[Any], PromptDataset] | None = None,
 ) -> None:
-    """Sample and score what is not in the files yet: of each model a label for the screen, its plan, its file."""
+    """Sample and score what the files lack; of each model: label, plan, file."""
     values = models[0][1].config.actor_rollout_ref.rollout.val_kwargs
     open_ones = [model for model in models if not model[2].is_complete(values.n)]
     if not open_ones:
@@ -179,7 +171,7 @@ def answer_missing(
     for _, plan, _ in open_ones:
         if plan.lacks:
             raise ConfigError(plan.lacks)
-    # Loading engines and Ray takes seconds, which tables of responses that are there need not wait for.
+    # Loading engines and Ray takes seconds, for which finished tables need not wait.
     from grpo_rl.cluster.sampling import sampler, sampling_session
     from grpo_rl.telemetry.rollout_log import record_of
     from grpo_rl.trainer.parts import VALIDATION, training_sampling, validation_sampling
@@ -207,10 +199,12 @@ def answer_missing(
 
 
 def sampling_plan(keys: Mapping[str, Any], words: Sequence[str], model: str, recipe: Path) -> tuple[Plan, dict[str, Any]]:
-    """Return the plan for sampling from `model`, and what responses depend on. `keys` go into the file `recipe`, `words` over it.
+    """Return the plan for sampling from `model`, of `keys`, which go into the file `recipe`, and `words` over
+    them.
 
-    The latter are the settings that bear on responses and rewards beside model and data, by key, if they are not the defaults:
-    none of speed and memory, with others of which an evaluation may go on. Raises ConfigError and DataError as `make_plan` does.
+    Also returns the settings that responses and rewards depend on beside model and data, if not the defaults:
+    an evaluation may go on with other settings of speed and memory. Raises ConfigError and DataError as
+    `make_plan`.
     """
     from grpo_rl.plan.make import make_plan
 
@@ -228,7 +222,6 @@ def sampling_plan(keys: Mapping[str, Any], words: Sequence[str], model: str, rec
     composed, plan = planned({})
     share = f"{_R}.gpu_memory_utilization"
     if plan.machine.device == "cuda" and plan.config.actor_rollout_ref.rollout.name == "vllm" and share not in typed:
-        # The engine has its device to itself: nothing is trained beside it.
         composed, plan = planned({share: ALONE_MEMORY_SHARE})
     tree = flat(composed.resolved)
     matters = {key for key in tree if _is_taken(key) and (not _is_of_engine(key) or key in SAMPLED_WITH)} - _PROCESSES
@@ -238,7 +231,7 @@ def sampling_plan(keys: Mapping[str, Any], words: Sequence[str], model: str, rec
 
 
 def data_settings(data: DataConfig, names: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return the names of the data, those of `data` if there are no others, and a digest of what lies there."""
+    """Return the names of the data, by default those of `data`, with a digest of their contents."""
     from grpo_rl.data.sources.locate import open_source
     from grpo_rl.data.sources.source import fingerprint_of
 
@@ -250,7 +243,7 @@ def data_settings(data: DataConfig, names: Sequence[str] | None = None) -> dict[
 
 
 def _contents(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return digests of what settings name: files of functions and what these import, other files, folders of models."""
+    """Return digests of the files, function files with imports, and model folders that settings name."""
     paths = {name for value in settings.values() for name in _texts(value) if len(name) < 4096 and os.path.exists(name)}
     digests = user_sources({*function_files(settings), *paths})
     digests |= {name: weights_digest(Path(name)) for name in paths if os.path.isfile(os.path.join(name, "config.json"))}

@@ -1,8 +1,7 @@
 """The job file of a run for Slurm: `scripts/submit.sh --slurm WORDS > job.sh`, then `sbatch job.sh`.
 
-Nodes and GPUs are the plan's. The job starts a Ray cluster of its own on its nodes, with a token, and the controller on the first one.
-Ninety seconds before its time is over, or when it is preempted, the run saves, ends with code 75, and the job is put into the queue
-again; the same job then goes on where it stopped.
+The job starts a Ray cluster on its nodes, and the controller on the first. Before its time is over, or when
+it is preempted, the run saves and ends with code 75; the job is requeued and goes on.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.make import make_plan
 
 NAME, MACHINE = "trainer.experiment_name", ("machine", "trainer.machine", "trainer.machine_host_gib")
-MARGIN_S = 60
-"""The seconds that Slurm leaves beyond trainer.grace_s, for the end of the other processes and the way back into the queue."""
+MARGIN_S = 60  # beyond trainer.grace_s, for ending the other processes and requeueing
 
 _HEAD = """\
 #!/usr/bin/env bash
@@ -67,7 +65,7 @@ exit "$code"
 
 
 def job_file(words: Sequence[str], folder: Path) -> str:
-    """Return the job file of the run that `words` describe, started in `folder`, which all nodes see. Raises ConfigError."""
+    """Return the job file of a run, started in `folder`, which all nodes see. Raises ConfigError."""
     composed = compose([*words, "trainer.dry_run=true"])
     config = composed.config
     if config.trainer.experiment_name is None:
@@ -91,7 +89,7 @@ def job_file(words: Sequence[str], folder: Path) -> str:
         "others": nodes - 1,
         "ray": shlex.quote(str(python.parent / "ray")),
         "python": shlex.quote(str(python)),
-        # The only word of which the shell is to make something; all others are typed by somebody.
+        # The last word is the only one that the shell may expand.
         "words": shlex.join(job_words) + (f' "{ray}.address=$head:$port"' if nodes > 1 else ""),
         "preempted": Preempted.exit_code,
     }
@@ -99,7 +97,7 @@ def job_file(words: Sequence[str], folder: Path) -> str:
 
 
 def _machines(plan: Plan) -> tuple[int, int]:
-    """Return how many machines the run takes, and how many GPUs of each."""
+    """Return the number of machines, and of GPUs of each."""
     machine = plan.machine
     if machine.name:
         return machine.nodes, machine.num_gpus

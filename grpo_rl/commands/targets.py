@@ -1,7 +1,8 @@
-"""The model or run that a command is about: `RUN`, `RUN@step`, a Hugging Face folder, `builtin:NAME`, or a model on the hub.
+"""The model or run that a command names: `RUN`, `RUN@step`, a Hugging Face folder, `builtin:NAME`, or a hub
+model.
 
-A checkpoint of a run becomes a Hugging Face folder once, in `RUN/exports/step_N`, which later commands take as it is. Of a run
-that somebody else sent no code is run and no address is asked before the user allows it.
+A checkpoint is exported once, to `RUN/exports/step_N`. Of a run that somebody else sent no code is run and no
+address is reached before the user allows it.
 """
 
 from __future__ import annotations
@@ -32,11 +33,9 @@ _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 @dataclass(frozen=True, slots=True)
 class Target:
     label: str
-    model: str
-    """A folder, `builtin:NAME` or a name on the hub; empty if a checkpoint has to be exported first."""
+    model: str  # folder, `builtin:NAME` or hub name; empty: export the checkpoint first
     run: Path | None = None
-    step: int | None = None
-    """The step of the checkpoint; None for the exported model of a run that has ended, and for a model without a run."""
+    step: int | None = None  # of the checkpoint; None for an exported model
 
     @property
     def export_folder(self) -> Path:
@@ -45,7 +44,7 @@ class Target:
 
 
 def find_target(text: str, *, trusted: bool = False) -> Target:
-    """Return what `text` names. Raises ConfigError for nothing, DataError for a run without that step."""
+    """Raises ConfigError if `text` names nothing, DataError for a run without that step."""
     if text.startswith(BUILTIN):
         from grpo_rl.models.builtin import get_builtin
 
@@ -72,9 +71,10 @@ def find_target(text: str, *, trusted: bool = False) -> Target:
 
 
 def model_folder(target: Target, console: Console, *, trusted: bool = False) -> str:
-    """Return the model of a target: its folder or name, after the export of a checkpoint that has not been exported yet.
+    """Return a target's folder or name, exporting its checkpoint if need be.
 
-    Raises ConfigError for a run that is not `trusted` and whose model brings code or links, before anything of it is read.
+    Raises ConfigError before anything is read of a run that is not `trusted` whose model brings code or
+    links.
     """
     if target.model:
         return target.model
@@ -88,14 +88,14 @@ def model_folder(target: Target, console: Console, *, trusted: bool = False) -> 
     if not is_exported(checkpoint, target.export_folder):
         from transformers.utils.logging import disable_progress_bar
 
-        disable_progress_bar()  # the screen has a bar of its own
+        disable_progress_bar()
         with console.progress(f"exporting step {target.step} of {target.run.name}"):
             export_policy(checkpoint, ready_model(base["path"], console), base, target.export_folder)
     return str(target.export_folder)
 
 
 def ready_model(path: str, console: Console) -> str:
-    """Return the folder of an embedded model, which has to be there since a run began with it; any other as it is."""
+    """An embedded model's folder has to exist, as a run began with it."""
     if not path.startswith(BUILTIN):
         return path
     from grpo_rl.cluster.warm_start import unstarted_folder
@@ -111,7 +111,7 @@ def _trained_from(run: Path) -> dict[str, Any]:
 
 
 def _newest(text: str, run: Path) -> Target:
-    """Return the model of a run as it is now: the exported one, else that of its newest checkpoint."""
+    """Return the exported model of a run, else its newest checkpoint."""
     run_dir = RunDir(run)
     if (run_dir.model / "config.json").is_file():
         return Target(text, str(run_dir.model), run)
@@ -149,9 +149,8 @@ _TEXTS = frozenset(
         *("reward.reward_model.tokenizer_path", "reward.reward_model.step_separator"),
     ]
 )
-"""Keys whose text is shown to a model, or names columns, data files and models: nothing that it says is run."""
-_WORD = re.compile(r"([\d.]+\s*\*\s*)?\w+")
-"""A registered name, with a factor if rewards are summed. Code is named with a dot, a colon or a slash in it."""
+"""Keys whose text a model reads, or that name columns, data files and models: none of it is run."""
+_WORD = re.compile(r"([\d.]+\s*\*\s*)?\w+")  # a registered name; code has a dot, colon or slash
 _OWN_TASK = re.compile(r"task:(?!\w+(\?|$))")
 
 
@@ -160,13 +159,14 @@ def add_trust_option(parser: Arguments) -> None:
 
 
 def refuse_settings(run: Path, settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError with each of these settings of a run that may name code, a command, an address or a file."""
+    """Raise ConfigError for settings that may name code, a command, an address or a file."""
     refused = [f"{key}={value!r}" for key, value in settings.items() if not _is_harmless(key, value)]
     _refuse(refused, f"stands in {run / 'config.yaml'}, and may run code or a command, or reach an address or a file")
 
 
 def refuse_model(run: Path, model: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the model that a run began with brings code, or it or the checkpoints are links to elsewhere."""
+    """Raise ConfigError if a run's initial model brings code, or links lead out of it or of the
+    checkpoints."""
     own_code = model.get("trust_remote_code")
     _refuse([f"actor_rollout_ref.model.trust_remote_code={own_code!r}"] if own_code else [], f"stands in {run / 'config.yaml'}")
     folders = [os.path.expanduser(str(model.get(key))) for key in ("path", "tokenizer_path")]
@@ -181,7 +181,7 @@ def _refuse(items: Sequence[str], why: str) -> None:
 
 
 def _is_harmless(key: str, value: Any) -> bool:
-    if key not in leaves():  # `tools.search.folder` in place of `tools`: a part of a key's value
+    if key not in leaves():  # part of a key's value: `tools.search.folder` in `tools`
         return False
     if isinstance(value, Mapping):
         return _is_plain(value)
@@ -191,13 +191,13 @@ def _is_harmless(key: str, value: Any) -> bool:
         return _is_plain(value)
     if "${" in value:  # reads the environment
         return False
-    if key == "data.chat_template":  # another text is the name of a file
+    if key == "data.chat_template":  # else the name of a file
         return "{{" in value or "{%" in value
     return (key in _TEXTS and not _OWN_TASK.match(value)) or _WORD.fullmatch(value) is not None
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether options are numbers alone: any word may be a command to a tool."""
+    """Return whether options are numbers alone: a word may be a command to a tool."""
     if isinstance(value, Mapping):
         return all(_WORD.fullmatch(str(name)) and _is_plain(entry) for name, entry in value.items())
     return all(map(_is_plain, value)) if isinstance(value, list) else value is None or isinstance(value, bool | int | float)

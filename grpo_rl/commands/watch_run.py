@@ -1,7 +1,7 @@
-"""`grpo-rl watch RUN`: a running run from another terminal. It reads the run's files and touches nothing.
+"""`grpo-rl watch RUN`: a running run from another terminal, by status.json and logs/console.log; it only
+reads.
 
-The state is that of status.json, the lines are those that the run itself prints, from logs/console.log: the last ones, and then each
-as it comes. The command ends when the run does, with the run's own exit code.
+The command ends when the run does, with its exit code.
 """
 
 from __future__ import annotations
@@ -21,16 +21,13 @@ from grpo_rl.telemetry.rundir import find_run
 from grpo_rl.telemetry.status import is_gone, read_status
 from grpo_rl.telemetry.terminal.text import safe_text, say
 
-GONE_CODE = 6
-"""The exit code if a run's process is gone and its status does not say how it ended: it was killed."""
-SHOWN_LINES = 26
-"""Lines that are shown at first: the header of the steps comes back every 25."""
-TAIL_BYTES = 2**16
-"""Bytes of the log's end that are read if nothing of it was read before."""
+GONE_CODE = 6  # exit code if a run's process is gone without one: it was killed
+SHOWN_LINES = 26  # at first: the header of steps comes every 25
+TAIL_BYTES = 2**16  # of the log's end that are read at first
 
 
 def main(argv: Sequence[str]) -> int:
-    """Show the run until it ends, and return its exit code; with --once show it once, and return 0 or that code."""
+    """Show the run until it ends; return its exit code, with --once 0 or that code."""
     options = _parser().read(argv)
     run = find_run(options.run)
     status = read_status(run)
@@ -43,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         return code or 0
     while code is None:
         time.sleep(options.every)
-        status = read_status(run)  # before the lines: those of a run that has ended are all there
+        status = read_status(run)  # before the lines, so that an ended run's are complete
         code, (lines, end) = ended_with(status), new_lines(run, end)
         while lines:
             say("\n".join(lines))
@@ -64,7 +61,7 @@ def ended_with(status: Mapping[str, Any]) -> int | None:
 
 
 def new_lines(run: Path, start: int | None) -> tuple[list[str], int]:
-    """Return the whole lines of the run's log from this byte on, and the byte behind them; without one, those of its end."""
+    """Return the log's whole lines from this byte on, and the next byte; None: the lines of its end."""
     with suppress(OSError), opened(run / "logs" / "console.log") as log:
         size = os.fstat(log.fileno()).st_size
         begin = max(0, size - TAIL_BYTES) if start is None else start
@@ -94,7 +91,6 @@ def _head(run: Path, status: Mapping[str, Any]) -> str:
 
 
 def _trouble(run: Path, status: Mapping[str, Any]) -> list[str]:
-    """Return what a person has to know first: an error, restarts, a process that is gone."""
     lines = []
     error, restarts = status.get("error"), status.get("restarts")
     if isinstance(error, Mapping):

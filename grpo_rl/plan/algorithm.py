@@ -1,4 +1,4 @@
-"""The functions that the algorithm is made of, bound and tried out before anything starts."""
+"""The functions of the algorithm, bound and tried before anything starts."""
 
 from __future__ import annotations
 
@@ -43,14 +43,13 @@ from grpo_rl.trainer.sampled.sampler import ROLLOUTS
 from grpo_rl.trainer.sampled.selection import FILTERS, check_metric
 
 ACTS_AT_ONE = ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "negative_low", "negative_high")
-"""Options of losses that change the gradient if every ratio is 1, too; those of the others are bounds of the ratio."""
+"""Options of losses that change the gradient even if every ratio is 1; others bound the ratio."""
 
-UNDIVIDED = {"std": "none", "mode": "mean_norm"}
-"""Options of estimators, with the value by which nothing is divided."""
+UNDIVIDED = {"std": "none", "mode": "mean_norm"}  # estimators' options that divide by nothing
 
 
 def checks(config: Config) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield each rule: what its messages begin with, and the check that raises ConfigError."""
+    """Yield how a rule's messages begin, and the check, which raises ConfigError."""
     for choice in CHOICES:
         if _is_used(config, choice):
             yield "", partial(_bind, config, choice)
@@ -82,7 +81,7 @@ def objective_of(config: Config) -> Objective:
 
 
 def without_effect_on_policy(config: Config) -> list[str]:
-    """Return the keys that were set and do nothing if one update per batch makes every ratio 1."""
+    """Return keys that were set and do nothing if one update per batch makes every ratio 1."""
     name = LOSS.name(config)
     if name not in POLICY_LOSSES or not _has_ratio(config):
         return []
@@ -92,7 +91,7 @@ def without_effect_on_policy(config: Config) -> list[str]:
 
 
 def _is_used(config: Config, choice: Choice) -> bool:
-    """Return whether a function is called at all; the full KL is none that is registered."""
+    """Return whether a function is called at all; the full KL is not a registered one."""
     if choice is KL_IN_LOSS:
         return derived.has_kl_in_loss(config) and choice.name(config) != "full"
     if choice is ESTIMATOR:
@@ -103,7 +102,7 @@ def _is_used(config: Config, choice: Choice) -> bool:
 
 
 def _bind(config: Config, choice: Choice) -> None:
-    """Raise ConfigError for a function that is not there, whose options are refused or idle, or that fails when tried."""
+    """Raise ConfigError for a missing function, refused or idle options, or a failed trial."""
     kind, name = trial.KINDS[choice.kind], choice.name(config)
     key = f"{choice.section}.{choice.key}"
     with _problems_of(f"{key}: "):
@@ -114,7 +113,7 @@ def _bind(config: Config, choice: Choice) -> None:
     with _problems_of(f"{choice.section}.{choice.options_key}: "):
         check_options(f"{choice.kind} {name!r}", function, options_given)
     run = kind.run
-    if choice is ESTIMATOR:  # with as many parts of the reward as the run has
+    if choice is ESTIMATOR:  # tried with the run's number of reward parts
         num_parts = max(1, len(config.algorithm.reward_parts or _factors(config)))
         run = partial(trial.run_estimator, num_parts=num_parts)
     with _problems_of(f"{key}: "):
@@ -138,7 +137,6 @@ def _refuse(problems: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def _problems_of(key: str) -> Iterator[None]:
-    """Put the key before each problem of a ConfigError."""
     try:
         yield
     except ConfigError as error:
@@ -146,7 +144,7 @@ def _problems_of(key: str) -> Iterator[None]:
 
 
 def _idle_keys(config: Config, choice: Choice, function: Any) -> Iterator[str]:
-    """Yield the fixed keys whose option the function does not have, and options that are set twice."""
+    """Yield fixed keys whose option the function lacks, and options that are set twice."""
     section, settings = value_of(config, choice.section), value_of(config, f"{choice.section}.{choice.options_key}")
     name, options = choice.name(config), options_of(function)
     for key, (fixed, verls_default) in choice.fixed.items():
@@ -160,13 +158,13 @@ def _idle_keys(config: Config, choice: Choice, function: Any) -> Iterator[str]:
                 f"option {' or '.join(fixed)}; it takes {', '.join(options) or 'none'}; leave it out"
             )
         for option in settings:
-            # clip_ratio sets both bounds, which have keys of their own too; std has no key, only a switch.
+            # clip_ratio sets both bounds, which also have own keys; std has only a switch.
             if option in fixed and key != "clip_ratio" and value is not True:
                 yield f"{choice.section}.{choice.options_key}: {option} is set by {choice.section}.{key}; give one of them"
 
 
 def _fits(config: Config, choice: Choice, function: Any) -> Iterator[str]:
-    """Yield the settings beyond its options that a chosen function does not go with."""
+    """Yield settings beyond its options that do not go with a function."""
     needs, name = needs_of(function), choice.name(config)
     chosen = f"{choice.section}.{choice.key}={name}"
     n, parts = config.actor_rollout_ref.rollout.n, config.algorithm.reward_parts
@@ -193,13 +191,13 @@ def _fits(config: Config, choice: Choice, function: Any) -> Iterator[str]:
         if config.critic.enable is False:
             yield f"critic.enable=false: {chosen} learns from a critic; leave it out"
         return
-    if ":" in name:  # what a registered one needs is known before it is imported
+    if ":" in name:  # of a registered one the rules know it before
         unread = effects.refusals(config, "critic", f"{chosen} needs no critic")
         yield from (line for line in unread if not line.startswith("critic.enable=false"))
 
 
 def _pairs(config: Config, chosen: str) -> Iterator[str]:
-    """Yield what a loss over pairs does not go with: another average, one response to a prompt, a budget of tokens that holds no pair."""
+    """Yield what does not go with a loss over pairs."""
     average = AVERAGE.name(config)
     if ":" not in average and average not in PAIR_AVERAGES:
         yield f"{ACTOR}.loss_agg_mode={average}: makes no mean over pairs, and {chosen} is one; {ACTOR}.loss_agg_mode={' or '.join(PAIR_AVERAGES)}"
@@ -215,7 +213,7 @@ def _pairs(config: Config, chosen: str) -> Iterator[str]:
 
 
 def _options(config: Config, choice: Choice) -> dict[str, Any]:
-    """Return the keywords that a chosen function will be called with, as far as they are known without the data."""
+    """Return the keywords of a function's call, as far as they are known without data."""
     if choice is ESTIMATOR:
         return estimator_options(config.algorithm, _factors(config))
     if choice is AVERAGE:
@@ -226,7 +224,8 @@ def _options(config: Config, choice: Choice) -> dict[str, Any]:
 
 
 def _factors(config: Config) -> dict[str, float]:
-    """Return the factor of each part of the reward; one part if the reward has a problem, which is reported by itself."""
+    """Return the factor of each part of the reward; one part if it has a problem, which is reported
+    elsewhere."""
     try:
         return factors_of(config)
     except ConfigError:
@@ -234,7 +233,7 @@ def _factors(config: Config) -> dict[str, float]:
 
 
 def _reads_old_logprobs(config: Config) -> bool:
-    """Return whether loss or KL term depend on the policy that sampled: whether others make another gradient."""
+    """Return whether loss or KL term depend on the policy that sampled."""
     actor = config.actor_rollout_ref.actor
     if derived.has_kl_in_loss(config) and actor.kl_loss_type != "full":
         kl = trial.KINDS[KL_IN_LOSS.kind].registry.get(actor.kl_loss_type)
@@ -317,7 +316,8 @@ def _of_teachers(config: Config) -> Iterator[str]:
 
 
 def first_other_token(config: Config, path: str) -> str | None:
-    """Return the first token in which the tokenizer of a folder is not the policy's; None if all are alike, or a folder is away."""
+    """Return how a folder's tokenizer first differs from the policy's; None if not, or a folder is
+    elsewhere."""
     vocabularies = []
     for folder in (config.actor_rollout_ref.model.tokenizer_path or config.actor_rollout_ref.model.path, path):
         if folder.startswith(builtin.PREFIX):

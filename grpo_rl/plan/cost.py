@@ -1,13 +1,13 @@
-"""The seconds of a training step: what the devices of a machine compute and move, and what waits for what.
+"""The seconds of a training step: what a machine's devices compute and move, and what waits for what.
 
-For a machine that is not here an upper bound on speed, and not a measurement. Each phase takes the longer of its computing and its moving, at the share of what the
-device can do that stands below with its source; the page prints the shares. Sampling is continuous batching in the fluid limit: a
-replica has so many slots, an ended response gives its slot to the next one, and what is left when none is waiting is the tail of the
-longest responses. Rewards, saving and preemption of requests whose cache does not fit are left out.
+For a named machine this is an upper bound on speed. A phase takes the longer of computing and moving, at the
+shares of the device's figures below, which the page prints. Sampling is continuous batching in the fluid
+limit: an ended response gives its slot to the next, and the longest responses are the tail. Rewards, saving
+and preempted requests are left out.
 
-For this machine the same formulas with the constants of a nominal device, each phase times what the latest run on the machine took
-for it (`Fitted`); that run also says what a reward takes, and a step beside its phases. `calibration.json`, a small file beside the
-runs, has that of the latest run on the same devices with the same engine.
+For this machine the phases of a nominal device are scaled by what its latest run with the same devices and
+engine measured (`Fitted`), which also gives rewards and the rest of a step; `calibration.json` beside the
+runs has it.
 """
 
 from __future__ import annotations
@@ -40,64 +40,50 @@ from grpo_rl.telemetry.metrics.grades import PREDICTED, measured
 from grpo_rl.types import Metrics
 
 HIDDEN_BYTES, INNER_BYTES, HEAD_BYTES = 120, 28, 40
-"""Bytes that one token moves in one layer's forward pass, for each number of the hidden state, of the MLP's inner state and of queries
-and keys: norms in float32, residual sums, activation and rotary embedding read and write them in kernels of their own, each several
-times in two bytes or four. Counted by kernels of an eager pass."""
+"""Bytes that a token moves in a layer's forward pass per number of the hidden state, the MLP's inner state,
+and queries and keys: norms, residual sums, activation and rotary embedding in float32 and two bytes. Counted
+by kernels of an eager pass."""
 LOGIT_BYTES = 32
-"""Bytes that one trained token moves for each entry of the vocabulary: float32 logits, read or written eight times
-(tests/unit/models/test_forward.py counts)."""
+"""Bytes that a trained token moves per entry of the vocabulary: float32 logits, read or written eight times
+(counted in tests/unit/models/test_forward.py)."""
 RECOMPUTED, STORED = 4, 3
-"""Forward passes that an update costs, with and without gradient checkpointing: the backward pass is two."""
+"""Forward passes of an update, with and without gradient checkpointing; the backward pass is two."""
 FORWARD = 1.5
-"""A pass without gradients beside its share of operations: 0.4 of an update in verl's table of its asynchronous trainer, where
-operations would be a quarter; nothing hides its gathers and its entropy."""
+"""Factor of a pass without gradients: 0.4 of an update in verl's table of its asynchronous trainer, by
+operations a quarter; nothing hides its gathers and its entropy."""
 DECODING = 0.77
-"""Share of the memory bandwidth that decoding reaches: johnmusgrave.com/p/vllm-throughput-latency-sweep-on, vLLM 0.23, Llama 3.1 8B,
-one request at a time on an A100."""
-COMPUTING = 0.5
-"""Share of the FLOP/s that an engine's prefill reaches: assumed."""
-LINK = 0.8
-"""Share of a link's bandwidth that gathers and copies reach: assumed."""
-MEAN_SHARE = 0.5
-"""Mean length of prompts and responses as a share of the longest, if none is given: assumed."""
-SPREAD = 0.8
-"""Standard deviation of the logarithm of a response's length, if none is given: assumed."""
-DECODE_OVERHEAD_S = 0.001
-"""Seconds of a decoding step between the GPU's work."""
-ALL_REDUCE_S = 15e-6
-"""Seconds of an all-reduce between the GPUs of an engine beside the bytes that it moves, two in each layer of a step: assumed."""
+"""Share of memory bandwidth in decoding: johnmusgrave.com/p/vllm-throughput-latency-sweep-on, vLLM 0.23,
+Llama 3.1 8B, one request at a time on an A100."""
+COMPUTING = 0.5  # share of FLOP/s in prefill: assumed
+LINK = 0.8  # share of a link's bandwidth in gathers and copies: assumed
+MEAN_SHARE = 0.5  # mean length of prompts and responses as a share of the longest: assumed
+SPREAD = 0.8  # standard deviation of a response length's logarithm: assumed
+DECODE_OVERHEAD_S = 0.001  # of a decoding step between the GPU's work
+ALL_REDUCE_S = 15e-6  # of an engine's GPUs, beside the bytes moved; two in each layer of a step: assumed
 TRANSFER_GBS, TENSOR_S = 15.0, 4e-4
-"""A transfer of weights: each tensor is gathered, cast, handed to the engine's process and loaded there, one after another. Together with
-FIXED_S they give 2 to 4 s for 7 B parameters and 8 to 12 s for 70 B, which is what users of peers report, and 5 to 15 s for 18,432
-tensors of experts."""
-HOST_UPDATE_GBS = 100.0
-"""Bytes a second of a machine's host memory that an optimizer on its CPUs reaches: assumed, half of a socket's data sheet."""
-SWITCH_S = 3.0
-"""Seconds in which an engine sleeps and wakes: assumed."""
-FIXED_S = 0.5
-"""Seconds of a transfer of weights beside what it moves: assumed."""
-REWARD_S = 1e-4
-"""Seconds of a reward, as a unit for what a run on this machine measured."""
-CROWDED = 0.4
-"""Share of the shorter side's seconds that an overlap of sampling and training does not hide if both compute on the same cores."""
-CONTROLLER_S = 6.0 / (16_384 * 4096)
-"""Seconds of the controller, one process, for each token of responses: the bar of scripts/bench_controller.py."""
-EMPTY = 0.3
-"""The share of filled slots below which it is the longest responses that decide how long sampling takes."""
+"""A transfer of weights gathers, casts, hands over and loads tensor after tensor. With FIXED_S this gives 2
+to 4 s for 7 B parameters and 8 to 12 s for 70 B, as users of peers report, and 5 to 15 s for 18,432 tensors
+of experts."""
+HOST_UPDATE_GBS = 100.0  # of an optimizer on a machine's CPUs: assumed, half of a socket's data sheet
+SWITCH_S = 3.0  # in which an engine sleeps and wakes: assumed
+FIXED_S = 0.5  # of a transfer of weights beside what it moves: assumed
+REWARD_S = 1e-4  # of a reward; a unit for what runs on this machine measured
+CROWDED = 0.4  # of the shorter side that an overlap on the same cores does not hide
+CONTROLLER_S = 6.0 / (16_384 * 4096)  # per response token; the bar of scripts/bench_controller.py
+EMPTY = 0.3  # share of filled slots below which the longest responses decide sampling time
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """The lengths of responses: lognormal, cut at the longest, with this mean after the cut."""
+    """Lognormal lengths of responses, cut at the longest, with this mean after the cut."""
 
     mean: float
-    spread: float
-    """Standard deviation of the logarithm; 0 makes all lengths equal."""
+    spread: float  # standard deviation of the logarithm; 0: all are equal
     longest: int
 
     @staticmethod
     def of(config: Config, share: float = MEAN_SHARE, spread: float = SPREAD) -> Lengths:
-        """Return the lengths that a configuration gives, or those that are assumed: this share of the longest on average, this spread."""
+        """Return the configured lengths; by default the mean is this share of the longest."""
         trainer, longest = config.trainer, config.data.max_response_length
         share = 1.0 if config.actor_rollout_ref.rollout.ignore_eos else share
         mean = trainer.mean_response_length or share * longest
@@ -113,7 +99,7 @@ class Lengths:
 
     @property
     def age(self) -> float:
-        """Return the mean tokens of the responses that are being sampled while ended ones are replaced: E[l²] / 2 E[l]."""
+        """Mean tokens of responses in progress while ended ones are replaced: E[l²] / 2 E[l]."""
         tokens_K = np.linspace(0, self.longest, 1025)
         alive_K = self.alive(tokens_K)
         return float((tokens_K * alive_K).sum() / alive_K.sum())
@@ -126,7 +112,8 @@ class Lengths:
 
 @cache
 def _location(mean: float, spread: float, longest: int) -> float:
-    """Return the mean of the logarithm, found by halving: the mean length is the integral of the survival function."""
+    """Return the mean of the logarithm, by bisection: the mean length is the integral of the survival
+    function."""
     tokens_K = np.linspace(0, longest, 1025)
     low, high = 0.0, math.log(longest) + 6 * spread
     for _ in range(50):
@@ -142,58 +129,44 @@ def _survival(tokens_K: np.ndarray, location: float, spread: float) -> np.ndarra
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """This machine, as a run on it measured it; without factors it is the nominal device."""
+    """This machine, as a run measured it; without factors the nominal device."""
 
-    factors: Mapping[str, float]
-    """Measured seconds of each phase beside those of the nominal device; a phase that was not measured has the update's."""
+    factors: Mapping[str, float]  # measured over nominal seconds of phases
     prompt: float = MEAN_SHARE
-    response: float = MEAN_SHARE
-    """Mean lengths, as shares of the longest."""
+    response: float = MEAN_SHARE  # mean lengths, as shares of the longest
     spread: float = SPREAD
-    """Of the lengths of responses."""
 
     def of(self, phase: str) -> float:
-        """Return the factor of a phase."""
+        """A phase that was not measured has the update's factor."""
         return self.factors.get(phase, self.factors.get("update", 1.0))
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One engine on its GPUs, and the seconds that it needs."""
-
     size: ModelSize
-    width: int
-    """Bytes of a weight, and of a number in the cache."""
+    width: int  # bytes of a weight, and of a number in the cache
     flops: float
-    bandwidth: float
-    """Bytes a second of its GPUs' memory, and `flops` operations a second, at the shares that are reached."""
+    bandwidth: float  # bytes a second of GPU memory; as `flops` at the reached share
     overhead_s: float
-    slots: float
-    """The requests that it samples at once, at most."""
-    prompt: float
-    """Mean tokens of a prompt."""
-    group: int
-    """Responses to each prompt, which is read once for them."""
-    parallel: int = 1
-    """GPUs that hold the weights together."""
-    link: float = math.inf
-    """Bytes a second between them."""
+    slots: float  # requests sampled at once, at most
+    prompt: float  # mean tokens
+    group: int  # responses to a prompt, which is read once for them
+    parallel: int = 1  # GPUs that hold the weights together
+    link: float = math.inf  # bytes a second between them
     host_s: float = 0.0
-    sequence_s: float = 0.0
-    """Seconds of the engine's Python for a step, and for each sequence of it."""
-    request_s: float = 0.0
-    """Seconds of the engine's Python for a request."""
+    sequence_s: float = 0.0  # with `host_s`: the engine's Python, per step and per sequence of it
+    request_s: float = 0.0  # the engine's Python, per request
 
     def step_s(self, sequences: np.ndarray | float, context: np.ndarray | float) -> np.ndarray:
-        """Return the seconds of a decoding step of so many sequences that hold so many tokens together.
+        """Return the seconds of a decoding step of so many sequences that hold `context` tokens together.
 
-        It reads the weights (of experts those that its sequences take) and every sequence's keys and values, and computes two
-        operations for each weight and sequence: the longer of both counts (the roofline of Pope et al. 2022, arXiv 2211.05102).
+        It reads the weights (of experts the chosen ones) and all keys and values, and computes two operations
+        per weight and sequence; the longer counts (the roofline of Pope et al. 2022, arXiv 2211.05102).
         """
         read = np.minimum(self.size.num_params, self.size.active_params * np.asarray(sequences)) * self.width
         cache_read = np.asarray(context) * self.size.kv_bytes_per_token(self.width)
         computing = 2 * self.size.active_params * np.asarray(sequences) / self.flops
-        # Partial sums of attention and MLP: each GPU sends and receives twice all but its own part of them.
+        # Each GPU sends and receives twice all but its part of the sums of attention and MLP.
         parts = 2 * (self.parallel - 1) / self.parallel
         reduced = 2 * self.size.layers * parts * np.asarray(sequences) * self.size.hidden * self.width / self.link
         gpu = np.maximum((read + cache_read) / self.bandwidth, computing) + reduced
@@ -205,18 +178,18 @@ class Replica:
         return 2 * self.size.active_params * tokens / self.flops
 
     def batch_s(self, lengths: Lengths, requests: float) -> tuple[float, float]:
-        """Return the seconds in which a batch is sampled to its last response, and how full the slots are meanwhile.
+        """Return the seconds until a batch's last response, and how full the slots are meanwhile.
 
-        `begun[k]` responses begin in interval k: as many as slots are free, while requests wait. Of those, the share that
-        is longer than the time since is still there.
+        `begun[k]` responses begin in interval k, as slots are free and requests wait; the share longer than
+        their age is there.
         """
         slots = min(self.slots, requests)
-        # A long queue keeps the slots full, at one pace: only its last rounds are followed.
+        # A long queue keeps the slots full: only its last rounds are followed.
         followed = min(requests, 8 * slots)
         full_steps = (requests - followed) * lengths.mean / slots
         horizon = followed * lengths.mean / slots + lengths.longest
         width = max(1.0, lengths.mean / 16, horizon / 400)
-        # Middles of the intervals: a response that begins with an interval is on average half an interval old in it.
+        # Middles of the intervals: the mean age of responses that begin with one.
         ages_K = (np.arange(int(lengths.longest / width) + 1) + 0.5) * width
         alive_K = lengths.alive(ages_K)
         begun, seconds, filled, tokens, waiting = np.zeros(len(alive_K)), 0.0, 0.0, 0.0, followed
@@ -241,9 +214,10 @@ class Replica:
         return float(self.step_s(sequences, sequences * (self.prompt + lengths.age)))
 
     def steady_s(self, lengths: Lengths, requests: float, in_flight: float, *, reads_again: bool) -> tuple[float, float]:
-        """Return the seconds for each batch of a replica that always has the requests of several, and how full its slots are.
+        """Return the seconds per batch of a replica that always has requests of several, and how full its
+        slots are.
 
-        New weights make it read again what is unfinished, each prompt once for its group.
+        After new weights it reads unfinished requests again, each prompt once for its group.
         """
         busy = min(self.slots, in_flight)
         seconds = requests * (lengths.mean / busy * self.pace_s(lengths, busy) + self.request_s)
@@ -253,19 +227,12 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of each phase of a step, and of the whole."""
-
     phases: dict[str, float]
-    total: float
-    """Less than the phases together if sampling and training overlap."""
-    training: float
-    """Of all passes of the trained side."""
-    filled: float
-    """How full the engines' slots are while they sample."""
-    limit: str
-    """What to make faster: the part that is at work for the largest share of the step."""
-    tokens: float
-    """Tokens of prompts and responses in one step."""
+    total: float  # less than the sum of phases if sampling and training overlap
+    training: float  # all passes of the trained side
+    filled: float  # share of the engines' slots while they sample
+    limit: str  # the part at work for the largest share of the step
+    tokens: float  # of prompts and responses
     gpus: int
 
     @property
@@ -274,9 +241,9 @@ class StepTime:
 
 
 def step_time(plan: Plan, size: ModelSize | None, fitted: Fitted | None = None) -> StepTime | None:
-    """Return the estimate for a run on a named machine, or on this one as it was measured (`fitted`).
+    """Return the estimate for a named machine, or for this one as it was measured (`fitted`).
 
-    None for a machine that is neither, for a model of unknown size, and if nothing samples.
+    None for any other machine, a model of unknown size, and if nothing samples.
     """
     if size is None or plan.engine is None or plan.role("actor") is None:
         return None
@@ -299,11 +266,11 @@ def step_time(plan: Plan, size: ModelSize | None, fitted: Fitted | None = None) 
     if derived.versions_ahead(config) is None and staleness:
         reads_again = not config.trainer.asynchronous.keep_cache
         sampling, filled = replica.steady_s(lengths, requests, requests * (staleness + 1), reads_again=reads_again)
-        # No token may be older than the bound: the longest response of a batch ends within so many steps.
+        # No token may be older than the bound: a batch's longest response ends within so many steps.
         tail = lengths.longest_of(rollouts) * replica.pace_s(lengths, filled * replica.slots) / (staleness + 1)
     else:
         sampling, filled = replica.batch_s(lengths, requests)
-        # The batch ends with the replica that has its longest response, which is sampled alone at last.
+        # The batch ends with the replica of its longest response, at last sampled alone.
         beyond = max(0.0, lengths.longest_of(rollouts) - lengths.longest_of(requests))
         sampling += beyond * float(replica.step_s(1, prompt + lengths.longest))
     phases["sampling"] = max(sampling, controller)
@@ -328,7 +295,7 @@ def step_time(plan: Plan, size: ModelSize | None, fitted: Fitted | None = None) 
 
 
 def transfer_s(size: ModelSize, width: int) -> float:
-    """Return the seconds of a transfer of all weights to the engines, in numbers of so many bytes."""
+    """Return the seconds of a transfer of all weights to the engines, `width` bytes each."""
     tensors = size.layers * (9 + 3 * size.experts)
     return size.num_params * width / (TRANSFER_GBS * 1e9) + tensors * TENSOR_S + FIXED_S
 
@@ -337,7 +304,7 @@ def _replica(plan: Plan, size: ModelSize, device: Device, lengths: Lengths, prom
     engine = plan.engine
     assert engine is not None
     parallel = engine.tensor_parallel_size
-    # Engines of one device take turns with its kernels, each with a process of its own for everything else.
+    # Engines of one device take turns with its kernels.
     share = parallel / engine.engines_per_device
     fit = fit_of(plan, size)
     fitting = max(1.0, fit.cache_tokens / (prompt + lengths.age)) if fit is not None else math.inf
@@ -359,22 +326,22 @@ def _replica(plan: Plan, size: ModelSize, device: Device, lengths: Lengths, prom
 
 
 def _training(plan: Plan, size: ModelSize, device: Device, tokens: float, lengths: Lengths, prompt: float) -> dict[str, float]:
-    """Return the seconds of each pass of the trained side, each that of its busiest rank."""
+    """Return the seconds of each pass of the busiest rank."""
     ranks, nodes, passes, sizes = plan.world_size, plan.config.trainer.nnodes, plan.passes, plan.sizes
-    # A GPU gathers shards of several machines by all network cards of its own together.
+    # A GPU gathers shards of other machines by all their network cards.
     link = device.link_gbs if nodes == 1 else min(device.link_gbs, device.nic_gbs * max(1, ranks // nodes))
     rollouts = sizes.rollouts_per_step
     prompts = rollouts / plan.config.actor_rollout_ref.rollout.n
-    # Attention of a response costs by its square: its mean context is that of a token, not of a response.
+    # Attention costs by the square: its mean context is a token's, not a response's.
     context = prompt + 2 * lengths.age
 
     def of(model: ModelSize, rule: MicroBatchRule, batches: int = 1, epochs: float = 1.0, *, training: int = 0) -> float:
-        # A sequence is computed by one rank, or by those that share it: in each mini-batch the busiest has at least the longest.
+        # The busiest rank, or group that shares sequences, has at least the longest sequence of each
+        # mini-batch.
         longest = (prompt + lengths.longest_of(rollouts / batches)) / passes.update.sequence_ranks
         busiest = max(tokens / ranks / batches, longest)
         computing = busiest * token_s(model, device, context) * (training or FORWARD)
-        # Gathers run beside the computing, and last if they take longer. Weights travel as bfloat16 for the forward pass and the
-        # backward pass, and gradients as float32.
+        # Gathers run beside the computing. Weights travel as bfloat16 for both passes, gradients as float32.
         micro_batches = max(1.0, busiest / (rule.max_tokens or int(context)))
         shards = model.num_params * (ranks - 1) / ranks
         gathers = micro_batches * shards * (2 + 2 + 4 if training else 2) / (link * 1e9 * LINK)
@@ -391,7 +358,8 @@ def _training(plan: Plan, size: ModelSize, device: Device, tokens: float, length
         model: ModelSize, rule: MicroBatchRule, updates: int, batches: int, *, checkpointing: bool, on_host: bool
     ) -> float:
         seconds = of(model, rule, batches, updates / max(1, batches), training=RECOMPUTED if checkpointing else STORED)
-        # Weight, gradient and two moments are read and all but the gradient written, in float32; Muon reads and writes one moment.
+        # Weight, gradient and two moments are read, all but the gradient written, in float32; Muon has one
+        # moment.
         muon = plan.config.actor_rollout_ref.actor.optim.optimizer.lower() == "muon"
         trained = adapter_params(plan.config.actor_rollout_ref.model, model) or model.num_params
         rate = HOST_UPDATE_GBS * 1e9 * plan.config.trainer.nnodes if on_host else device.memory_gbs * 1e9 * DECODING * ranks
@@ -415,15 +383,15 @@ def _training(plan: Plan, size: ModelSize, device: Device, tokens: float, length
 
 
 def token_s(size: ModelSize, device: Device, context: float) -> float:
-    """Return the seconds of a token's forward pass: its products, its attention, and what its kernels move between them.
+    """Return the seconds of a token's forward pass: products, attention, and then what its kernels move.
 
-    Computing and moving take turns. `context`: mean tokens of the sequence that a token is part of.
+    `context`: mean tokens of a token's sequence.
     """
     peak = device.tflops * 1e12
-    # The products of a token's experts take twice as long: each has few rows.
+    # Products of experts take twice as long: each has few rows.
     inner = size.expert_intermediate * size.experts_per_token
     products = 2 * (size.active_params + 3 * size.hidden * inner * size.layers) / (peak * device.products)
-    # Two products for each head, over half of the sequence on average.
+    # Two products per head, over half of the sequence on average.
     attention = 2 * size.layers * size.heads * size.head_dim * context / (peak * device.attention)
     copies = size.experts_per_token * size.hidden * INNER_BYTES
     queries = (size.heads + size.kv_heads) * size.head_dim
@@ -433,7 +401,8 @@ def token_s(size: ModelSize, device: Device, context: float) -> float:
 
 
 def _copies(plan: Plan, size: ModelSize, device: Device) -> float:
-    """Return the seconds in which weights and moments go to host memory and back, once for each phase that reads them."""
+    """Return the seconds in which weights and moments go to host memory and back, once per phase that reads
+    them."""
     fsdp = plan.config.actor_rollout_ref.actor.fsdp_config
     passes = 1 + plan.recomputes_old_logprobs
     moved = 8 * fsdp.param_offload * passes + 16 * fsdp.optimizer_offload
@@ -463,11 +432,11 @@ PHASES = {
     "sampling": "gen", "reward": "reward", "old log-probs": "old_logprobs", "reference": "ref", "critic's values": "values",
     "update": "update_actor", "critic's update": "update_critic", "weight transfer": "sync_weights", "step": "step",
 }  # fmt: skip
-"""The metric `timing_s/...` of each phase of a step."""
+"""The phases' metrics `timing_s/...`."""
 
 
 def predict(plan: Plan, runs: Path) -> dict[str, float]:
-    """Return the seconds of each phase of a step by earlier runs in this folder, the whole as `step`; empty without such runs."""
+    """Return the seconds of phases and `step` by earlier runs in this folder; empty without any."""
     try:
         fitted = Fitted(**_read(runs)[_machine(plan)])
         time = step_time(plan, plan.model, fitted)
@@ -477,7 +446,7 @@ def predict(plan: Plan, runs: Path) -> dict[str, float]:
 
 
 def expected(plan: Plan) -> Metrics:
-    """Return what the metrics of a step are to be by the plan, each under its name after `plan/`: `plan/timing_s/gen`."""
+    """Return the plan's predictions of metrics, named after `plan/`: `plan/timing_s/gen`."""
     seconds = predict(plan, Path(plan.config.trainer.default_local_dir).expanduser())
     metrics = {f"{PREDICTED}timing_s/{PHASES[name]}": value for name, value in seconds.items() if name in PHASES}
     for need in plan.memory if plan.machine.device == "cuda" else ():
@@ -487,7 +456,7 @@ def expected(plan: Plan) -> Metrics:
 
 
 def learn(plan: Plan, runs: Path, records: list[dict[str, float]]) -> None:
-    """Write what a run's steps measured; nothing for runs of other kinds, or of fewer than three steps, whose first is not counted."""
+    """Write what a run's steps measured, if there are three and the plan can be estimated."""
     seconds, data = measured(records), plan.config.data
     sampled = [record for record in records if "response_length/mean" in record]
 
@@ -495,7 +464,7 @@ def learn(plan: Plan, runs: Path, records: list[dict[str, float]]) -> None:
         lengths = [record.get(f"{part}_length/mean", MEAN_SHARE * longest) for record in sampled]
         return statistics.fmean(lengths) / longest if lengths else MEAN_SHARE
 
-    # The spread with which the longest of so many lognormal lengths is as far above their mean as it was.
+    # The spread for which the longest of so many lognormal lengths exceeds their mean as measured.
     beyond = [
         math.log(record["response_length/max"] / record["response_length/mean"])
         for record in sampled
@@ -512,7 +481,7 @@ def learn(plan: Plan, runs: Path, records: list[dict[str, float]]) -> None:
     without = step_time(plan, plan.model, dataclasses.replace(fitted, factors=factors | {"other": 0.0}))
     assert without is not None, "the same run"
     fitted = dataclasses.replace(fitted, factors=factors | {"other": max(0.0, seconds["timing_s/step"] - without.total)})
-    if plan.config.actor_rollout_ref.rollout.ignore_eos:  # lengths that were forced say nothing of other runs
+    if plan.config.actor_rollout_ref.rollout.ignore_eos:  # forced lengths
         fitted = dataclasses.replace(fitted, response=MEAN_SHARE, spread=SPREAD)
     temporary = runs / f"{FILE}.{os.getpid()}"
     learnt = _read(runs) | {_machine(plan): dataclasses.asdict(fitted)}
@@ -521,7 +490,7 @@ def learn(plan: Plan, runs: Path, records: list[dict[str, float]]) -> None:
 
 
 def _machine(plan: Plan) -> str:
-    """Return what an entry of the file holds for: the devices, the engine, and the user's functions, by a digest of their files."""
+    """Return what an entry holds for: devices, engine, and a digest of the user's functions."""
     machine, functions = plan.machine, user_sources(function_files(dataclasses.asdict(plan.config)))
     devices = f"{plan.world_size} of {machine.num_gpus} GPUs" if machine.device == "cuda" else f"{machine.num_cpus} cores"
     engine = plan.engine.name if plan.engine is not None else "no engine"
@@ -529,7 +498,7 @@ def _machine(plan: Plan) -> str:
 
 
 def _read(runs: Path) -> dict[str, Any]:
-    """Return what the file has; nothing if it is missing, or no file of this kind."""
+    """Return the file's usable entries."""
     try:
         known = dict(read_json(runs / FILE))
         return {machine: entry for machine, entry in known.items() if _is_usable(entry)}

@@ -1,7 +1,5 @@
-"""The decisions of a run, each made once and here: which roles start, where, with which passes and sizes.
-
-`decide` turns a configuration and a machine into a `Plan`. The cluster builds what the plan says, the dry run prints it.
-"""
+"""The decisions of a run, each made here: which roles start, where, with which passes and sizes. The cluster
+builds the `Plan`, the dry run prints it."""
 
 from __future__ import annotations
 
@@ -26,12 +24,10 @@ from grpo_rl.schedules.registered import roles_of, schedule_of
 from grpo_rl.trainer.session import Schedule
 
 RoleName = Literal["rollout", "actor", "reference", "teacher", "critic", "reward_model"]
-OldLogprobs = Literal["actor", "engine", "none"]
-"""The process that computes old log-probs: the actor before the first update, the engine while it samples, or none."""
+OldLogprobs = Literal["actor", "engine", "none"]  # who computes old log-probs
 
 
-RowKind = Literal["answers", "pairs", "labelled answers", "rated steps"]
-"""The kind of rows that are trained on as they stand."""
+RowKind = Literal["answers", "pairs", "labelled answers", "rated steps"]  # rows trained as they stand
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,62 +37,46 @@ class PoolPlan:
     name: str
     nnodes: int
     devices_per_node: int
-    nodes_per_engine: int = 1
-    """Nodes over which each engine in it spreads its weights, if those of one are too few."""
+    nodes_per_engine: int = 1  # nodes over which an engine spreads its weights
 
 
 @dataclass(frozen=True, slots=True)
 class RolePlan:
-    """The processes of one role: how many, on which devices, and with what."""
-
     name: RoleName
     pool: str
     num_workers: int
-    threads: int
-    """OpenMP threads of each process on a CPU."""
-    reason: str
-    """The purpose of the role in this run, in the words of the plan's page."""
+    threads: int  # OpenMP threads of each process on a CPU
+    reason: str  # words of the plan's page
     devices_per_worker: int = 1
-    calls_at_once: int = 1
-    """Calls that one process answers side by side."""
-    stateful: bool = False
-    """True if its state is part of a checkpoint, and is restored when a process fails."""
+    calls_at_once: int = 1  # calls that a process answers side by side
+    stateful: bool = False  # its state is part of checkpoints, and is restored when a process fails
 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """The model passes over the rollouts of one training step, and how a rank cuts each into micro-batches."""
+    """The model passes over a step's rollouts, and how a rank cuts each into micro-batches."""
 
     old_logprobs: OldLogprobs
-    old_readers: tuple[str, ...]
-    """The readers of old log-probs beside the ratio, in the words of the plan's page."""
+    old_readers: tuple[str, ...]  # readers of old log-probs beside the ratio, in words of the plan's page
     update: MicroBatchRule
     old: MicroBatchRule
     reference: MicroBatchRule
     critic: MicroBatchRule
-    replays_routing: bool = False
-    """True if tokens take the experts in an update that they took in the actor's pass for old log-probs."""
+    replays_routing: bool = False  # updates take the experts of the pass for old log-probs
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Numbers of prompts, rollouts and optimizer steps."""
-
     rollouts_per_step: int
-    mini_batches: int
-    """Parts of a batch, each trained on in one optimizer step of the actor."""
-    updates_per_step: int
-    """Optimizer steps of the actor in one training step: mini-batches times passes over them."""
+    mini_batches: int  # of a batch, an optimizer step of the actor each
+    updates_per_step: int  # optimizer steps of the actor: mini-batches times passes over them
     critic_warmup: int
     critic_mini_batch_size: int
     critic_epochs: int
     critic_updates_per_step: int
-    num_train_rows: int | None = None
-    """Rows of the training data; None if they are counted only when the data is read."""
-    total_steps: int | None = None
-    """Training steps; None if they depend on data that is not read yet."""
-    iteration: tuple[int, int] | None = None
-    """Training steps of the reward model and of the policy in one iteration; None if there are no iterations."""
+    num_train_rows: int | None = None  # None if they are counted only when the data is read
+    total_steps: int | None = None  # None if they depend on data that is not read yet
+    iteration: tuple[int, int] | None = None  # steps of the reward model and of the policy
 
     @property
     def policy_steps(self) -> int:
@@ -105,7 +85,7 @@ class Sizes:
 
     @property
     def actor_updates(self) -> int:
-        """Optimizer steps of the actor in the whole run, which its learning rate's schedule spans; 0 if it learns nothing."""
+        """Optimizer steps of the actor in the run, which its learning rate's schedule spans."""
         return max(0, self.policy_steps - self.critic_warmup) * self.updates_per_step
 
     @property
@@ -120,65 +100,51 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class RewardPlan:
-    """The parts of the reward beside a reward model, which is a role."""
+    """The reward beside a reward model, which is a role."""
 
     scores: bool
-    rules: bool
-    """True if reward functions run, in processes of their own."""
-    judge: bool
-    """True if a language model behind an endpoint judges the responses."""
-    steps_from: Literal["rules", "model", "turns", "none"]
-    """The part that gives the rewards of reasoning steps to an estimator that reads them."""
-    model_alone: bool = False
-    """True if the reward model's score is the whole reward, and that of the rules is only shown beside it."""
+    rules: bool  # reward functions run, in own processes
+    judge: bool  # a language model at an endpoint judges responses
+    steps_from: Literal["rules", "model", "turns", "none"]  # step rewards' source, if any are read
+    model_alone: bool = False  # the reward model's score is the reward; rules are only shown
 
 
 @dataclass(frozen=True, slots=True)
 class RoleMemory:
-    """The memory that one role needs on one device (in one process on a CPU), in bytes."""
+    """Bytes that a role needs on one device (in one process on a CPU)."""
 
     role: RoleName
     num_bytes: int
-    at_rest: int
-    """What is kept between the phases of a step."""
+    at_rest: int  # kept between the phases of a step
     parts: str
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that is decided before a run starts. A plain value: it can be compared, and made for another machine."""
+    """All decisions before a run starts: a plain value, which can be made for another machine."""
 
     config: Config
     machine: Machine
-    roles: tuple[RolePlan, ...]
-    """Roles that start, in this order; what is not here does not start."""
+    roles: tuple[RolePlan, ...]  # roles that start, in this order
     pools: tuple[PoolPlan, ...]
     passes: Passes
     sizes: Sizes
-    schedule: Schedule
-    """The function that loops over the steps of a session; it names the roles that it can drive."""
+    schedule: Schedule  # loops over the steps of a session; names the roles that it can drive
     reward: RewardPlan
-    engine: EngineSpec | None
-    """One replica of the rollout engine, whose model_path is the configured one; None if none starts."""
+    engine: EngineSpec | None  # one replica, whose model_path is the configured one; None if none starts
     objective: Objective
     advantage_needs: frozenset[str]
-    rows: RowKind | None
-    """The kind of rows that are trained on; None if what is trained on is sampled."""
-    critic_model: str | None
-    """Folder of the critic's own model; None for a copy of the actor's."""
+    rows: RowKind | None  # None if what is trained on is sampled
+    critic_model: str | None  # folder of the critic's model; None for a copy of the actor's
     base_reference: str | None = None
-    """The purpose of the reference if it is the base model under the actor's adapters, which the actor's ranks compute; None
-    if a reference has processes of its own, and if there is none."""
+    """The purpose of a reference that is the base model under the actor's adapters, computed by the actor's
+    ranks; else None."""
     teachers: tuple[tuple[str, TeacherConfig], ...] = ()
-    """The teachers by name, of which those with a model of their own are in the ranks of the role `teacher`."""
-    resumes: bool = False
-    """True if a checkpoint of the run is there, whose weights are those that the run starts with."""
-    collection: Plan | None = None
-    """The plan of the phase before training in which the initial policy samples the responses; None if there is none."""
-    model: ModelSize | None = None
-    """Sizes of the policy; None if its folder does not contain them."""
-    memory: tuple[RoleMemory, ...] = ()
-    """Estimates by role; empty if the model's sizes are unknown."""
+    """Teachers by name; those with an own model are in the ranks of the role `teacher`."""
+    resumes: bool = False  # the run starts with the weights of a checkpoint
+    collection: Plan | None = None  # the phase before training in which the initial policy samples
+    model: ModelSize | None = None  # None if the policy's folder does not contain its sizes
+    memory: tuple[RoleMemory, ...] = ()  # estimates; empty if the model's sizes are unknown
     text: str = ""
 
     def render(self) -> str:
@@ -194,7 +160,7 @@ class Plan:
 
     @property
     def lacks(self) -> str | None:
-        """What this machine lacks to run the plan, in a sentence; engines in a cluster are on machines that need not be this one."""
+        """What this machine lacks to run the plan; engines in a cluster may be elsewhere."""
         return lacks(vllm=self.samples_with_vllm and not self.machine.cluster, device=self.machine.device)
 
     def num_workers(self, name: RoleName) -> int:
@@ -204,7 +170,7 @@ class Plan:
         return next(pool for pool in self.pools if pool.name == name)
 
     def with_rows(self, num_rows: int) -> Plan:
-        """Return the plan with the number of rows that the data turned out to have, and the steps that follow from it."""
+        """Return the plan with the number of rows of the data, and the steps that follow."""
         sizes = dataclasses.replace(self.sizes, num_train_rows=num_rows, total_steps=_total_steps(self.config, num_rows))
         return dataclasses.replace(self, sizes=sizes)
 
@@ -213,7 +179,7 @@ class Plan:
 
     @property
     def overlaps(self) -> bool:
-        """Return whether responses are sampled while the policy is trained, by a schedule that looks at their age itself."""
+        """Responses are sampled while the policy is trained, by a schedule that looks at their age."""
         return derived.overlaps(self.config)
 
     @property
@@ -222,7 +188,6 @@ class Plan:
 
     @property
     def trains(self) -> bool:
-        """Return whether the run changes weights: trainer.val_only measures them only."""
         return not self.config.trainer.val_only
 
     @property
@@ -232,7 +197,6 @@ class Plan:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the actor; 0 if none starts."""
         return self.num_workers("actor")
 
     @property
@@ -251,7 +215,7 @@ class Plan:
 
     @property
     def computes_alone(self) -> bool:
-        """Return whether one process of the run computes, from its start to its end, and has the machine's cores to itself."""
+        """One process computes during the whole run, and has all cores."""
         return self.collection is None and sum(role.num_workers for role in self.roles) == 1
 
     @property
@@ -260,22 +224,21 @@ class Plan:
 
     @property
     def engines_share_gpus(self) -> bool:
-        """Return whether some other role works on the GPUs of the engines, so that neither may start beside the other."""
+        """Another role works on the engines' GPUs, so that neither may start beside the other."""
         engines = self.role("rollout")
         other_pools = {role.pool for role in self.roles if role.name != "rollout"}
         return engines is not None and self.machine.device == "cuda" and engines.pool in other_pools
 
     @property
     def recomputes_old_logprobs(self) -> bool:
-        """Return whether the actor computes old log-probs in a pass of its own, before the first update of a step."""
         return self.passes.old_logprobs == "actor"
 
 
 def decide(config: Config, machine: Machine, *, num_train_rows: int | None = None, resumes: bool = False) -> Plan:
-    """Return the plan of a run on `machine`, without what its page and its memory estimate say.
+    """Return the plan without its page and memory estimate, of the configuration with what the schedule
+    fixes.
 
-    `resumes`: a checkpoint of the run is there. Raises ConfigError for a name that no registry has. The plan's own
-    configuration has what the schedule fixes (`derived.settled`).
+    `resumes`: a checkpoint of the run exists. Raises ConfigError for unregistered names.
     """
     collection = None
     if derived.collects(config):
@@ -336,14 +299,13 @@ def _reference(config: Config, objective: Objective) -> str | None:
 def _roles(
     config: Config, machine: Machine, driven: frozenset[str], *, needs_critic: bool, reference: str | None, resumes: bool
 ) -> list[RolePlan]:
-    """Return the roles that start, of those that the schedule drives, with the reasons; `reference` is that of a reference."""
+    """Return the roles of those that the schedule drives; `reference` is the reason of a reference."""
     trains = "actor" in driven
     ranks = machine.world_size(config)
     rollout = config.actor_rollout_ref.rollout
 
     def cores(processes: int) -> int:
-        # Roles of one pool take turns on the cores; the processes of one role do not. On a CPU the cores are what a pool of its
-        # own has.
+        # Roles of one pool take turns on the cores; processes of one role, and on a CPU other pools, do not.
         separate = trains and machine.device == "cpu" and not derived.is_colocated(config)
         busy = _num_replicas(config, machine) + ranks if separate or derived.overlaps(config) else processes
         return max(1, machine.num_cpus // busy)
@@ -401,12 +363,12 @@ def _engine(config: Config, machine: Machine, roles: list[RolePlan]) -> EngineSp
     engine = dataclasses.replace(engine, num_nodes=derived.nodes_per_engine(config, machine))
     if "actor" in names:
         return engine
-    # No weights ever travel, and no other role waits for the engine's memory.
+    # No weights travel, and no other role waits for the engine's memory.
     return dataclasses.replace(engine, weight_backend="object_store", sleep_mode=False)
 
 
 def _pools(config: Config, machine: Machine, used: set[str]) -> tuple[PoolPlan, ...]:
-    """The pools that some role uses; the actor's is the first to be reserved."""
+    """The actor's is reserved first."""
     of_engines, spans = "actor" if derived.is_colocated(config) else "rollout", derived.nodes_per_engine(config, machine)
     names: tuple[derived.Pool, ...] = ("actor", "rollout", "teacher", "reward_model")
     return tuple(
@@ -415,11 +377,8 @@ def _pools(config: Config, machine: Machine, used: set[str]) -> tuple[PoolPlan, 
 
 
 def _passes(config: Config, objective: Objective) -> Passes:
-    """Return the passes that a step makes.
-
-    With one update per batch the policy that is updated is the one that sampled: the ratio is exactly 1, and old
-    log-probs are computed only if something else reads their values. Losses over pairs have no ratio.
-    """
+    """With one update per batch the updated policy is the one that sampled: the ratio is 1, and old log-probs
+    are computed only for other readers. Losses over pairs have no ratio."""
     correction = RolloutCorrection.from_config(config.algorithm.rollout_correction)
     readers = {
         "the KL in the reward": derived.has_kl_in_reward(config),
@@ -469,7 +428,7 @@ def _sizes(config: Config, num_train_rows: int | None) -> Sizes:
 
 
 def _total_steps(config: Config, num_rows: int | None) -> int | None:
-    """`total_training_steps`, or what `total_epochs` passes over the rows make; 0 if nothing is trained."""
+    """`total_training_steps`, or what `total_epochs` passes make; 0 if nothing is trained."""
     if config.trainer.val_only:
         return 0
     if config.trainer.total_training_steps is not None:

@@ -1,8 +1,5 @@
-"""A look before the start at what usually costs a run: data, prompts, reward, disk and memory, in seconds.
-
-What cannot run at all is refused by the plan. This warns of what runs and is in vain: a reward that gives the right answer
-no more than an empty one, prompts that are cut, answers that are longer than a response may be, a disk that is too small.
-"""
+"""A look, in seconds, at what usually costs a run and runs all the same: rewards that give a right answer no
+more than an empty one, cut prompts, answers longer than responses, too small a disk or memory."""
 
 from __future__ import annotations
 
@@ -30,17 +27,14 @@ from grpo_rl.types import Prompt, Rollout
 if TYPE_CHECKING:
     from grpo_rl.rewards.runtime.runner import RewardRunner
 
-NUM_ROWS = 8
-"""The rows whose prompts are rendered, and on which the reward is tried."""
-MANY_PASSES, FEW_ROWS = 20, 1000
-"""Passes over few rows after which a policy is likely to have learnt their answers by heart."""
-FULL = 0.95
-"""The share of all memory from which on a run that fails is likely to fail of it."""
+NUM_ROWS = 8  # whose prompts are rendered and rewards tried
+MANY_PASSES, FEW_ROWS = 20, 1000  # after which a policy likely knows the answers by heart
+FULL = 0.95  # share of all memory from which on it likely is the cause of a failure
 SHOWN = 60
 
 
 def of_plan(plan: Plan, runs: Path) -> Iterator[str]:
-    """Yield warnings of few rows, and of a disk on which the checkpoints do not fit, below the folder `runs`."""
+    """Yield warnings of few rows, and of a disk too small for the checkpoints below `runs`."""
     trainer, sizes, batch = plan.config.trainer, plan.sizes, plan.config.data.train_batch_size
     steps, rows = sizes.total_steps, sizes.num_train_rows
     if not steps:
@@ -68,7 +62,7 @@ def of_plan(plan: Plan, runs: Path) -> Iterator[str]:
 
 
 def of_prompts(plan: Plan, prompts: Sequence[Prompt], tokenizer: Any) -> Iterator[str]:
-    """Yield warnings of prompts that are cut, and of right answers that do not fit into a response."""
+    """Yield warnings of cut prompts, and of right answers that do not fit into a response."""
     data = plan.config.data
     lengths = [len(prompt.token_ids) for prompt in prompts]
     if cut := 0 if data.truncation == "error" else sum(length >= data.max_prompt_length for length in lengths):
@@ -97,7 +91,8 @@ def of_prompts(plan: Plan, prompts: Sequence[Prompt], tokenizer: Any) -> Iterato
 
 
 def of_memory(plan: Plan) -> Iterator[str]:
-    """Yield a warning if all processes on this machine's processors need more memory than is free. GPUs have a table in the plan."""
+    """Yield a warning if all processes on CPUs need more memory than is free; GPUs have a table in the
+    plan."""
     needed, has = host_bytes(plan), machine_memory()
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE  # counted in what is needed
     if needed > (free := min(has.total, has.free + resident)):
@@ -109,7 +104,7 @@ def of_memory(plan: Plan) -> Iterator[str]:
 
 
 def lack_of_memory(plan: Plan) -> str:
-    """Return that memory is what a run is likely to have failed of; empty if there is enough."""
+    """Return that memory is the likely cause of a failure; empty if there is enough."""
     has, needed = machine_memory(), host_bytes(plan)
     if needed <= has.total and has.used_share < FULL:
         return ""
@@ -118,7 +113,7 @@ def lack_of_memory(plan: Plan) -> str:
 
 
 def some_rows(data: PromptDataset | None) -> list[tuple[Prompt, Mapping[str, Any]]]:
-    """Return prompts of some usable rows, spread evenly over the data, each with the row as its file has it."""
+    """Return prompts of usable rows, spread over the data, each with its row as stored."""
     if data is None:
         return []
     places = sorted({place * len(data) // NUM_ROWS for place in range(NUM_ROWS)} if len(data) else ())
@@ -131,7 +126,7 @@ def some_rows(data: PromptDataset | None) -> list[tuple[Prompt, Mapping[str, Any
 
 
 class RewardTrial:
-    """The reward of some rows' right answers, in each form that one may have, beside that of empty ones."""
+    """The rewards of some rows' right answers, in each form, beside those of empty ones."""
 
     def __init__(self, rows: Sequence[tuple[Prompt, Mapping[str, Any]]], rules: RewardRunner, tokenizer: Any) -> None:
         self._rules = rules
@@ -142,7 +137,8 @@ class RewardTrial:
             source = prompt.data_source
             marked = all(reads_marks(name, source) for name in rules.factors)
             forms = right_responses(row, source, prompt.ground_truth, prompt.extra_info, marked_only=marked)
-            # From a ground truth with parts an answer is made for countdown alone; in other forms it is worth a try.
+            # From a structured ground truth an answer is made for countdown alone; other forms are worth a
+            # try.
             truth = prompt.ground_truth
             made = is_structured(truth) and (isinstance(truth, str) or IN_MARKS not in forms)
             self._is_clear |= bool(forms.keys() - {IN_MARKS, BARE}) or (bool(forms) and not made)
@@ -156,10 +152,10 @@ class RewardTrial:
         return [*self._empty, *itertools.chain.from_iterable(self._forms.values())]
 
     def verdict(self) -> tuple[str, bool]:
-        """Wait for the scores, and return what they say, and whether it is a warning; nothing to say without a row."""
+        """Wait for the scores; return the line about them, and whether it is a warning."""
         if not self._empty:
             return "", False
-        with suppress(RewardError):  # what becomes of a failed reward is for the training; here it is said
+        with suppress(RewardError):  # failures are reported below
             self._rules.wait(self._all)
         empty = {rollout.prompt.uid: rollout.reward for rollout in self._empty if rollout.reward is not None}
         nones = _range(list(empty.values()))
@@ -167,7 +163,7 @@ class RewardTrial:
         def worth(form: str) -> float:
             return sum((rollout.reward or 0.0) - (empty.get(rollout.prompt.uid) or 0.0) for rollout in self._forms[form])
 
-        # The form that the reward is made for: in others a right answer is not one, which is no fault of the reward.
+        # The form for which the reward is made: in others a right answer is none.
         form = max(self._forms, key=worth, default="")
         if not form or (not self._is_clear and worth(form) <= 0):
             text = f"no right answer could be made from the ground truth of these rows; an empty one gets {nones}"

@@ -1,7 +1,6 @@
-"""The machine of a run: this one, or one by its name, such as `8xH100-80GB`, if no GPU is at hand; and what no run may ask of it.
+"""The machine of a run, this one or one by name, such as `8xH100-80GB`; and what no run may ask of it.
 
-The figures of named machines are those of public data sheets, without sparsity; their source stands with each device. Rates in one
-direction.
+Figures of named machines are those of public data sheets, without sparsity, rates in one direction.
 """
 
 from __future__ import annotations
@@ -21,15 +20,12 @@ from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
 
 _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
-RANKS_PER_CORE = 8
-"""Processes of one role on a CPU, per core. Beyond that they only wait for each other in every collective operation."""
+RANKS_PER_CORE = 8  # of one role on a CPU; more only wait in collectives
 
 
 def probe_machine(config: Config) -> Machine:
-    """Return what this machine has, or the one that `trainer.machine` names. torch is imported only if there may be a GPU.
-
-    Raises ConfigError for a name that no machine has.
-    """
+    """Return this machine, or that of `trainer.machine`. Imports torch only if there may be a GPU. Raises
+    ConfigError for an unknown name."""
     trainer, device_key, ray = config.trainer, config.trainer.device, config.ray_kwargs.ray_init
     if trainer.machine is not None:
         machine = named(trainer.machine)
@@ -62,7 +58,6 @@ def probe_machine(config: Config) -> Machine:
 
 
 def _may_have_gpu() -> bool:
-    """Return whether a driver is there: a device file of the common ones, or the library that torch would load."""
     if any(Path(driver).exists() for driver in _GPU_DRIVERS):
         return True
     try:
@@ -73,7 +68,7 @@ def _may_have_gpu() -> bool:
 
 
 def problems(config: Config, machine: Machine) -> Iterator[str]:
-    """Yield what asks for more than the machine has, with the reason. The nodes of a cluster cannot be counted from here."""
+    """Yield what asks for more than the machine has; the nodes of a cluster cannot be counted from here."""
     trainer, rollout, scorer = config.trainer, config.actor_rollout_ref.rollout, config.reward.reward_model
     if trainer.machine is not None:
         yield from _too_much_for_named(config, machine)
@@ -88,7 +83,7 @@ def problems(config: Config, machine: Machine) -> Iterator[str]:
             f"actor_rollout_ref.rollout.cpu_threads={rollout.cpu_threads}: the machine has {machine.num_cpus} cores, and more threads "
             f"than cores wait for each other; at most {machine.num_cpus}, or 0 for a fair share"
         )
-    # Worlds that only GPUs could carry: without one, n_gpus_per_node is a number of processes.
+    # Without a GPU n_gpus_per_node is a number of processes.
     max_ranks, worlds = RANKS_PER_CORE * machine.num_cpus, dict[str, tuple[Any, int]]()
     worlds["trainer"] = (trainer, machine.world_size(config))
     if not derived.is_colocated(config):
@@ -116,47 +111,38 @@ class Device:
     """A GPU with the machine that it usually sits in."""
 
     source: str
-    memory_gib: float
-    """Memory that a program finds, which is less than what the name says: ECC and the driver take some."""
-    tflops: float
-    """Dense bfloat16 products with float32 sums, 10^12 operations a second."""
-    memory_gbs: float
-    """Memory bandwidth, 10^9 bytes a second."""
-    link_gbs: float
-    """Between two GPUs of a machine: NVLink, else PCIe."""
-    pcie_gbs: float
-    """The link to host memory: 64 of PCIe 5 x16, 32 of PCIe 4, 16 of PCIe 3."""
-    nic_gbs: float
-    """Between machines, for each GPU."""
-    host_gib: float
-    """Host memory for each GPU."""
-    cores: float
-    """CPU cores for each GPU."""
+    memory_gib: float  # that a program finds: ECC and the driver take some
+    tflops: float  # dense bfloat16 products with float32 sums, 10^12 operations a second
+    memory_gbs: float  # memory bandwidth, 10^9 bytes a second
+    link_gbs: float  # between two GPUs of a machine: NVLink, else PCIe
+    pcie_gbs: float  # to host memory: 64 of PCIe 5 x16, 32 of PCIe 4, 16 of PCIe 3
+    nic_gbs: float  # between machines, for each GPU
+    host_gib: float  # host memory for each GPU
+    cores: float  # for each GPU
     products: float = 0.65
-    """Share of `tflops` that products of matrices reach in long passes; more if the data sheet's figure is low for the power that the
-    device may draw. PaLM's operations (arXiv 2204.02311, appendix B) at this share, and the traffic beside them (plan/cost.py), give
-    the 33 % of the peak that torchtitan's docs/performance.md has for Llama 3.1 8B on H100, and half of it for 0.5 B parameters."""
+    """Share of `tflops` in matrix products of long passes; more if the data sheet is low for the device's
+    power. PaLM's operations (arXiv 2204.02311, appendix B) at this share with the traffic of plan/cost.py
+    give the 33 % of the peak of torchtitan's docs/performance.md for Llama 3.1 8B on H100, and half of it for
+    0.5 B parameters."""
     attention: float = 0.5
-    """Share of `tflops` that attention reaches. FlashAttention 3 on Hopper, 2 on Ampere and Ada; the kernels of version 2 know nothing of
-    Blackwell's tensor cores, and there reach 300 TFLOP/s (prime-rl's baselines of Qwen3-4B at 64k tokens on B200)."""
-    fixed_s: float = 0.5
-    """Seconds of an update beside what it computes and moves: assumed."""
+    """Share of `tflops` in attention: FlashAttention 3 on Hopper, 2 on Ampere and Ada; version 2 reaches 300
+    TFLOP/s on Blackwell, without its tensor cores (prime-rl's baselines of Qwen3-4B at 64k tokens on
+    B200)."""
+    fixed_s: float = 0.5  # of an update beside what it computes and moves: assumed
     call_s: float = 0.0
     prompt_s: float = 0.0
-    token_s: float = 0.0
-    """Seconds of Python for a pass, and for a prompt and a token of a forward pass."""
+    token_s: float = 0.0  # seconds of Python for a pass, and for a prompt and a token of a forward pass
     decode_s: float = 0.005
     sequence_s: float = 20e-6
     request_s: float = 1.5e-4
-    """Seconds of the engine's Python, which schedules, samples and returns one step while a GPU computes another: those of a decoding step
-    and of each sequence in it, 15 ms for 500 sequences, whatever the model; and those to take a request and to return its response."""
+    """Seconds of the engine's Python, beside the GPU's work: per decoding step and sequence in it, 15 ms for
+    500 sequences, whatever the model; and per request with its response."""
 
 
 _DGX_H100 = "DGX H100 data sheet: 8 x 400 Gb/s, 2 TB, 112 cores"
 _ASSUMED = "network of 25 Gb/s, 64 GiB and 8 cores for each GPU assumed"
-# Memory in GiB, TFLOP/s; GB/s of memory, of the link between GPUs, of PCIe and of the network; GiB and cores of the host for each GPU;
-# the shares of products and of attention; the source. The memory that a program finds is what `torch.cuda.get_device_properties`
-# reports, rounded down.
+# Memory in GiB (as `torch.cuda.get_device_properties`, rounded down), TFLOP/s; GB/s of memory, GPU link, PCIe
+# and network; host GiB and cores per GPU; shares of products and of attention; source.
 _TABLE = f"""
 GB200-186GB   184.0  2500 8000 900 256  50 240 36 0.65 0.12  GB200 NVL72 data sheet, half of its figures with sparsity; NVLink-C2C
 B200-180GB    178.0  2250 8000 900  64  50 238 14 0.65 0.13  DGX B200 data sheet, half of its figures with sparsity
@@ -193,11 +179,11 @@ CORES = Device(
     sequence_s=9e-5,
     request_s=6e-4,
 )
-"""A machine without a GPU, on which small models wait for Python. Set with runs of 0.3 M parameters on two cores in sight."""
+"""Without a GPU small models wait for Python. Set by runs of 0.3 M parameters on two cores."""
 
 
 def peak_tflops(gpu: str) -> float | None:
-    """Return a GPU's dense bfloat16 TFLOP/s by what torch calls it; None for one that is not listed, or has no bfloat16."""
+    """Return the dense bfloat16 TFLOP/s of torch's name of a GPU; None if unlisted, or without bfloat16."""
     words = set(re.split(r"[^a-z0-9]+", gpu.lower()))
     kinds = {re.sub("(rtx|nvl|pcie)", r" \1 ", name.partition("-")[0].lower()): row.tflops for name, row in DEVICES.items()}
     fitting = [kind for kind in kinds if words.issuperset(kind.split())]
@@ -208,13 +194,12 @@ def peak_tflops(gpu: str) -> float | None:
 class NamedMachine:
     name: str
     nodes: int
-    """Machines like this one; 1 if the name has no number of them."""
     gpus: int
     device: Device
 
 
 def named(name: str) -> NamedMachine:
-    """Return the machine of this name. Raises ConfigError for one that has another form, or a device that is not listed."""
+    """Raises ConfigError for a name of another form, or of an unlisted device."""
     match = _NAME.fullmatch(name if "x" in name.lower().partition("-")[0] and name[:1].isdigit() else f"1x{name}")
     known = {device.lower(): device for device in DEVICES}
     if match is None:
@@ -234,7 +219,7 @@ def named(name: str) -> NamedMachine:
 
 
 def _too_much_for_named(config: Config, machine: Machine) -> Iterator[str]:
-    """Yield what the machine of `trainer.machine` cannot do, or what is asked of it in a run that is more than a plan."""
+    """Yield what `trainer.machine` cannot do, and any run that is more than a plan for it."""
     trainer, planned = config.trainer, named(config.trainer.machine or "")
     if not trainer.dry_run:
         yield f"{KEY}={trainer.machine}: a machine that is named can only be planned for; set trainer.dry_run=true, or leave it out"

@@ -1,4 +1,4 @@
-"""The way from a configuration to its plan: all that can be refused is refused here, before any process starts."""
+"""From a configuration to its plan: all that can be refused is refused before any process starts."""
 
 from __future__ import annotations
 
@@ -38,19 +38,16 @@ from grpo_rl.rollout.engines import ENGINES
 from grpo_rl.schedules.registered import schedule_of
 from grpo_rl.telemetry.rundir import RunDir
 
-READ_WHOLE = 16 * 2**20
-"""Bytes up to which a data file is opened as the run opens it."""
-INDEXED_WHOLE = 256 * 2**20
-"""Bytes up to which the lines of a .jsonl file are counted."""
+READ_WHOLE = 16 * 2**20  # bytes up to which a data file is opened whole
+INDEXED_WHOLE = 256 * 2**20  # bytes up to which a .jsonl file's lines are counted
 
 
 def make_plan(composed: Composed, machine: Machine | None = None, *, looks_at_data: bool = True) -> Plan:
-    """Return the plan of a run on `machine`: by default this one, or any other by its description.
+    """Return the plan of a run on `machine`, by default this one. Without `looks_at_data` nothing reads the
+    data files.
 
-    Without `looks_at_data` the data files are names that nothing reads: the prompts come from elsewhere.
-
-    Raises ConfigError with everything that is wrong between the keys and with the functions that they name, and DataError
-    for data files that cannot be used, as far as their first rows show it.
+    Raises ConfigError with all that is wrong between keys and with functions that they name, and DataError
+    for data files of which the first rows are unusable.
     """
     config = composed.config
     machine = machine or machines.probe_machine(config)
@@ -73,7 +70,6 @@ def make_plan(composed: Composed, machine: Machine | None = None, *, looks_at_da
 
 
 def _finds_checkpoint(config: Config) -> bool:
-    """Return whether the run goes on from a checkpoint: one that is named, or one in its folder."""
     trainer = config.trainer
     if trainer.resume_mode != "auto" or trainer.experiment_name is None:
         return trainer.resume_mode == "resume_path"
@@ -82,11 +78,11 @@ def _finds_checkpoint(config: Config) -> bool:
 
 
 Checks = Iterator[tuple[str, Callable[[], Any]]]
-"""What the messages of a check begin with, and the check, which raises ConfigError."""
+"""How a check's messages begin, and the check, which raises ConfigError."""
 
 
 def refusals(config: Config, machine: Machine) -> list[str]:
-    """Return everything that is wrong between the keys, and with the functions and the model that they name."""
+    """Return all that is wrong between the keys, and with the functions and models that they name."""
     problems = [*check(config, machine), *machines.problems(config, machine)]
     run = settled(config)
     fitting = [] if problems else _failures(_fitting(run, machine))
@@ -102,7 +98,8 @@ def _failures(checks: Checks) -> Iterator[str]:
 
 
 def _functions(config: Config) -> Checks:
-    """Yield each look-up of a function with its options, of a task, and of what the judge and episodes need, by their names."""
+    """Yield look-ups of all that is named: functions with options, tasks, and what judge and episodes
+    need."""
     yield from algorithm.checks(config)
     yield "actor_rollout_ref.rollout.name: ", lambda: ENGINES.get(config.actor_rollout_ref.rollout.name)
     yield "trainer.schedule: ", lambda: schedule_of(config)
@@ -129,7 +126,7 @@ def _functions(config: Config) -> Checks:
 
 
 def _fitting(config: Config, machine: Machine) -> Checks:
-    """Yield the checks of what the engine and the model's folder rule out, for keys that are sound by themselves."""
+    """Yield checks of what engine and model folder rule out, for keys that are sound by themselves."""
     yield "", lambda: _check_engine(config)
     yield "", lambda: model_folder.check_policy(config, machine)
     if config.trainer.machine is None:
@@ -146,18 +143,16 @@ def _check_engine(config: Config) -> None:
 
 
 # ---- the data ---------------------------------------------------------------------------------------------------------
-# Reading all of it takes as long as there is data, and happens while Ray starts. An empty, cut or broken file and a wrong column show
-# in a few rows, which cost milliseconds.
+# Reading all data happens while Ray starts. Empty, cut or broken files and wrong columns show in a few rows.
 
 
 def _look_at_data(config: Config) -> int | None:
-    """Return the number of training rows, after train_max_samples; None if only reading all the data would show it, and if
-    they are sampled first. Raises ConfigError and DataError for data that cannot be used.
-    """
+    """Return the number of training rows after train_max_samples; None if only reading all data would show
+    it, or they are sampled first. Raises ConfigError and DataError for unusable data."""
     data, trainer = config.data, config.trainer
     names = [*data.train_files, *data.val_files, *data.val_prompt_files]
     files = [name for name in names if not name.startswith((TASK_PREFIX, HUB_PREFIX))]
-    # Data may be missing if only a plan is made, for another machine; what is there is looked at.
+    # For a plan for another machine data may be missing.
     away = trainer.machine is not None and any(not Path(name).expanduser().exists() for name in files)
     unusable = [] if away else _unusable(config)
     rows = None
@@ -195,7 +190,7 @@ def _unusable(config: Config) -> list[str]:
 
 
 def _count(name: str, *, with_files: bool) -> Iterator[int | None]:
-    """Yield the rows of each file of an entry of `data.train_files`; None if finding out would take long."""
+    """Yield the rows of each file of an entry of `data.train_files`; None if counting would take long."""
     if name.startswith(TASK_PREFIX):
         yield len(task_rows(name))
     elif name.startswith(HUB_PREFIX) or not with_files:

@@ -1,9 +1,10 @@
-"""The memory of a run: of each role at the peak of its passes, of all that share a GPU phase by phase, and whether a machine has it.
+"""The memory of a run: of each role at the peak of its passes, of all that share a GPU by phase, and whether
+it fits.
 
-Nothing is loaded: everything follows from the sizes of the model and of the largest micro-batch. The bytes of tensors in each
-region of a pass were found by tracking the real model code on tensors without storage (`scripts/track_memory.py`), and are held to
-it by `tests/unit/test_plan_tracked_memory.py`. What lies outside of tensors is assumed, and each assumption stands below with that
-word. One H100 has confirmed an actor's sum (docs/gpus.md).
+All follows from the sizes of model and largest micro-batch. The bytes of tensors by region were found by
+tracking the real model code on tensors without storage (`scripts/track_memory.py`), and
+tests/unit/test_plan_tracked_memory.py holds them to it. What lies outside of tensors is assumed, as marked.
+One H100 has confirmed an actor's sum (docs/gpus.md).
 """
 
 from __future__ import annotations
@@ -21,31 +22,22 @@ from grpo_rl.plan.model_folder import ModelSize, model_size, policy_settings
 from grpo_rl.rollout.engine import EngineSpec
 
 GIB = 2**30
-GRADIENT = 4
-"""Bytes of a gradient in a shard: float32."""
-CONTEXT = int(0.6 * GIB)
-"""Assumed: what CUDA and its libraries take in each process, before any tensor."""
-NCCL_BUFFERS = int(0.4 * GIB)
-"""Assumed: NCCL's buffers in a process of a group of several ranks."""
-GRAPHS = int(0.8 * GIB)
-"""Assumed: CUDA graphs and their pool, which a sleeping engine keeps."""
-SLACK = 1.1
-"""Assumed: memory that torch's allocator holds for tensors of other sizes, as a factor of what tensors take."""
-HOST_OF_RANK = int(3 * GIB)
-"""Assumed: host memory of a process with torch and CUDA, before any model."""
-HOST_OF_RUN = int(8 * GIB)
-"""Assumed: the controller, Ray's processes and its store, and reward processes."""
-ENGINE_WORK = int(0.5 * GIB)
-"""Assumed: tensors of an engine's passes beside its logits and the widest tensors of a layer."""
-LOGPROBS_ALONE = 2
-"""Float32 tensors of [chunk, vocabulary] that are there at once if nothing but the log-probs of tokens is asked for."""
-TIGHT = 0.9
-"""The share of the memory from which on a phase is called tight."""
+GRADIENT = 4  # bytes of a float32 gradient
+CONTEXT = int(0.6 * GIB)  # assumed: CUDA and its libraries in a process
+NCCL_BUFFERS = int(0.4 * GIB)  # assumed: of a process in a group of several ranks
+GRAPHS = int(0.8 * GIB)  # assumed: CUDA graphs and their pool, which a sleeping engine keeps
+SLACK = 1.1  # assumed: torch's allocator, as a factor of tensors
+HOST_OF_RANK = int(3 * GIB)  # assumed: host memory of a process with torch and CUDA
+HOST_OF_RUN = int(8 * GIB)  # assumed: controller, Ray and its store, reward processes
+ENGINE_WORK = int(0.5 * GIB)  # assumed: an engine's tensors beside logits and widest tensors of a layer
+LOGPROBS_ALONE = 2  # float32 tensors of [chunk, vocabulary] at once for log-probs alone
+TIGHT = 0.9  # share of memory from which on a phase is called tight
 BESIDE_WORKERS, WORKER, VLLM_WORKER = 830 * 2**20, 180 * 2**20, 550 * 2**20
-"""Bytes that processes of a run on a CPU have beside their tensors, by the anonymous and shared part of their PSS in a run of
-arithmetic/grpo: controller (383 MiB), Ray's own (304) and what workers are copies of (139) together; a worker; one with vLLM."""
+"""Bytes of processes on a CPU beside tensors, anonymous and shared PSS in a run of arithmetic/grpo:
+controller (383 MiB), Ray (304) and what workers are copies of (139); a worker; one with vLLM."""
 BETWEEN_BLOCKS = 1.25
-"""Memory of a process on a CPU, as a factor of its tensors: what glibc keeps between blocks that live. Measured with 135 M parameters."""
+"""CPU: memory of a process over its tensors: what glibc keeps between live blocks. Measured with 135 M
+parameters."""
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MODEL_ROLES: tuple[RoleName, ...] = tuple(name for name in get_args(RoleName) if name != "rollout")
 
@@ -57,47 +49,32 @@ _MODEL_ROLES: tuple[RoleName, ...] = tuple(name for name in get_args(RoleName) i
 class Load:
     """One micro-batch of one rank, and what lies on the rank's GPU beside it."""
 
-    ranks: int
-    """Ranks that hold one copy of the model together."""
-    tokens: int
-    """Tokens that run through the body."""
-    trained: int
-    """Tokens that run through the LM head."""
-    width: int
-    """Bytes of a number that the layers compute with."""
+    ranks: int  # that hold one copy of the model together
+    tokens: int  # through the body
+    trained: int  # tokens through the LM head
+    width: int  # bytes of a number that the layers compute with
     trains: bool
     checkpointing: bool = True
-    chunk: int = 2048
-    """Trained tokens whose logits are there at once."""
-    logits: int = LOGPROBS_ALONE
-    """Float32 tensors of [chunk, vocabulary] that are there at once in the head."""
-    has_head: bool = True
-    """False for a critic or a reward model, whose head is one number wide."""
-    moments: float = 8
-    """Bytes of the optimizer's moments for each parameter, if they lie on the GPU."""
-    in_host_memory: bool = False
-    """Weights, gradients and moments lie in host memory all the time."""
+    chunk: int = 2048  # trained tokens whose logits exist at once
+    logits: int = LOGPROBS_ALONE  # float32 tensors of [chunk, vocabulary] at once in the head
+    has_head: bool = True  # False for a critic or a reward model
+    moments: float = 8  # bytes of the optimizer's moments per parameter on the GPU
+    in_host_memory: bool = False  # weights, gradients and moments are never all on the GPU
     weights_away: bool = False
-    moments_away: bool = False
-    """Between phases they lie in host memory."""
-    offloads_inputs: bool = False
-    """The layers' inputs wait for the backward pass in host memory."""
-    shared_keys: int = 0
-    """Keys that are copied so that responses share a prompt's."""
-    adapters: int = 0
-    """Parameters of LoRA adapters, which alone are trained; 0 if all parameters are."""
-    half_base: bool = False
-    """The blocks under adapters rest in bfloat16, in which they compute; without, in float32."""
-    others: int = 0
-    """Parameters of further frozen models on the same ranks."""
-    ref_head: bool = False
-    """A reference's LM head lies there whole, for an exact KL."""
+    moments_away: bool = False  # with weights_away: in host memory between phases
+    offloads_inputs: bool = False  # layers' inputs wait for the backward pass in host memory
+    shared_keys: int = 0  # copied so that responses share a prompt's
+    adapters: int = 0  # parameters of LoRA adapters, trained alone; 0 without
+    half_base: bool = False  # blocks under adapters rest in bfloat16, else float32
+    others: int = 0  # parameters of further frozen models on the same ranks
+    ref_head: bool = False  # a reference's whole LM head lies there, for an exact KL
 
 
 def resident(size: ModelSize, load: Load, *, weights: bool = True, gradients: bool = True, moments: bool = True) -> int:
-    """Return the bytes of a rank's shards on its GPU: float32 weights and, if it trains, gradients and moments."""
+    """Return the bytes of a rank's shards on its GPU: float32 weights and, if it trains, gradients and
+    moments."""
     trained = load.adapters or size.num_params
-    # Embedding and head are float32 in any case.
+    # Embedding and head are always float32.
     blocks = size.num_params - size.vocab * size.hidden * (1 if size.tied else 2)
     held = 4 * (size.num_params + load.adapters + load.others) - 2 * blocks * load.half_base
     state = held * weights + trained * (GRADIENT * (load.trains and gradients) + load.moments * moments)
@@ -105,16 +82,15 @@ def resident(size: ModelSize, load: Load, *, weights: bool = True, gradients: bo
 
 
 def at_rest(size: ModelSize, load: Load) -> int:
-    """Return the bytes of what a rank keeps on its GPU between phases."""
     return resident(size, load, weights=not load.weights_away, gradients=False, moments=not load.moments_away)
 
 
 def regions(size: ModelSize, load: Load) -> dict[str, int]:
-    """Return the peak bytes of each region of the pass, in the order in which the pass goes through them.
+    """Return the peak bytes of each region of the pass, in their order.
 
-    With several ranks FSDP gathers a unit into one flat buffer and copies it out of that: both live until the next unit is
-    gathered. With one rank all layers stay as they were computed with, but for frozen ones that rest in that type
-    (`fsdp.shard`). The root unit is embedding, norm and head in float32.
+    FSDP gathers a unit into a flat buffer and copies it out: both live until the next gather. A single rank
+    keeps all layers as computed with, except frozen ones that rest so (`fsdp.shard`). The root unit is
+    embedding, norm and head in float32.
     """
     if not load.has_head:
         size = replace(size, num_params=size.num_params - (0 if size.tied else size.vocab * size.hidden), tied=True)
@@ -148,10 +124,10 @@ def peak(size: ModelSize, load: Load) -> int:
 
 
 def _head(size: ModelSize, load: Load) -> int:
-    """Return the bytes of the LM head's tensors: hidden states in float32, logits, and gradients of the weight.
+    """Return the bytes of the LM head's hidden states in float32, logits, and weight gradients.
 
-    By autograd each chunk's gradient of the weight is added to that of the chunks before into a third tensor of its size; that of
-    log-probs alone is added in its place.
+    Autograd adds a chunk's weight gradient to the earlier ones in a third tensor; log-probs alone are added
+    in place.
     """
     states = (2 if load.trains else 1) * load.trained * size.hidden * 4
     if not load.has_head:
@@ -166,18 +142,18 @@ def _head(size: ModelSize, load: Load) -> int:
 
 
 def _mlp(size: ModelSize, dense: int, hidden: int, inner: int) -> int:
-    """Return so many tensors of a token's dense MLP, or so many that are as wide as the input and the inner state of its experts."""
+    """Return the numbers of `dense` tensors of a token's MLP, or of experts' inputs and inner states."""
     chosen = hidden * size.hidden + inner * size.expert_intermediate
     return size.experts_per_token * chosen if size.experts else dense * size.intermediate
 
 
 def _forward(size: ModelSize, load: Load) -> int:
-    """Return the bytes of one layer's tensors in a forward pass, at their largest: in the MLP."""
+    """Bytes of one layer's tensors in a forward pass at their largest, in the MLP."""
     return load.tokens * load.width * (_mlp(size, 3, 3, 2) + 2 * size.hidden)
 
 
 def _backward(size: ModelSize, load: Load) -> int:
-    """Return the bytes of one layer's tensors in its backward pass, which the MLP's part of it has the most of."""
+    """Bytes of one layer's tensors in its backward pass, most of them the MLP's."""
     queries, keys = size.heads * size.head_dim, size.kv_heads * size.head_dim
     mlp = _mlp(size, 6, 5, 5)
     weights = size.experts * size.hidden * size.expert_intermediate or size.hidden * size.intermediate
@@ -188,7 +164,7 @@ def _backward(size: ModelSize, load: Load) -> int:
 
 
 def _kept(size: ModelSize, load: Load) -> int:
-    """Return the bytes that one layer keeps for its backward pass if it is not recomputed."""
+    """Bytes that one layer keeps for its backward pass if it is not recomputed."""
     queries, keys = size.heads * size.head_dim, size.kv_heads * size.head_dim
     numbers = _mlp(size, 4, 3, 4) + 4 * size.hidden + 2 * queries + 2 * keys
     return load.tokens * (load.width * numbers + 2 * 4 * size.hidden)
@@ -198,7 +174,7 @@ def _kept(size: ModelSize, load: Load) -> int:
 
 
 def memory_by_role(plan: Plan, size: ModelSize) -> tuple[RoleMemory, ...]:
-    """Return what each role that starts needs on one device: of tensors, at the peak of its passes."""
+    """Return what tensors of each role need on one device, at the peak of its passes."""
     roles = []
     for name, role_size, load in _loads(plan, size):
         what = (
@@ -219,7 +195,7 @@ def _loads(plan: Plan, size: ModelSize) -> Iterator[tuple[RoleName, ModelSize, L
 
 
 def host_bytes(plan: Plan) -> int:
-    """Return what all processes of a run need together if this machine's processors compute; 0 for any other."""
+    """Return what all processes need if this machine's CPUs compute; else 0."""
     if plan.machine.device != "cpu" or plan.machine.cluster or plan.machine.name:
         return 0
     engine = VLLM_WORKER if plan.engine is not None and plan.engine.name == "vllm" else WORKER
@@ -239,7 +215,7 @@ def host_bytes(plan: Plan) -> int:
 
 
 def size_of_role(plan: Plan, size: ModelSize, name: RoleName) -> ModelSize | None:
-    """Return the sizes of a role's model, the policy's if it has none of its own; None if it does not start or has none."""
+    """Return a role's model sizes, by default the policy's; None if it does not start or has no model."""
     if plan.role(name) is None:
         return None
     if name == "reward_model":
@@ -255,7 +231,6 @@ def _teacher_sizes(plan: Plan) -> list[ModelSize]:
 
 
 def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
-    """Return the largest micro-batch of one rank of a role, and what lies on its device beside it."""
     config, objective, passes = plan.config, plan.objective, plan.passes
     parts, critic, scorer = config.actor_rollout_ref, config.critic, config.reward.reward_model
     ranks = max(1, plan.num_workers(name))
@@ -281,10 +256,10 @@ def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
     if scores:
         tokens, groups, group_size = scorer.max_token_len_per_gpu, 0, 1
     adapters = adapter_params(parts.model, size) if name == "actor" else 0
-    # AdamW has two moments for each parameter, Muon one for the layers' matrices.
+    # AdamW has two moments per parameter, Muon one for the layers' matrices.
     muon = not scores and (critic if name == "critic" else parts.actor).optim.optimizer == "muon"
-    # Of [chunk, vocabulary], tracked with the head (tests/unit/test_plan_tracked_memory.py): logits and log-probs; with a
-    # gradient by autograd one more, and two more for the entropy, and for the exact KL.
+    # Tracked (tests/unit/test_plan_tracked_memory.py): logits and log-probs; one more with a gradient by
+    # autograd, two more each for the entropy and the exact KL.
     by_autograd = learns and bool(objective.needs_entropy or objective.needs_full_kl or plan.teachers)
     logits = 2 + by_autograd * (1 + 2 * objective.needs_entropy + 2 * objective.needs_full_kl)
     return Load(
@@ -310,12 +285,11 @@ def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
     )
 
 
-_FUSED = ("phi3",)
-"""Families with one projection for queries, keys and values, and one for both inner halves of the MLP."""
+_FUSED = ("phi3",)  # one projection for queries, keys, values, and one for both inner halves
 
 
 def adapter_params(model: ModelConfig, size: ModelSize) -> int:
-    """Return the number of parameters of the LoRA adapters: rank x (in + out) of each layer; 0 without adapters."""
+    """Return the parameters of LoRA adapters: rank x (in + out) of each layer."""
     heads, keys = size.heads * size.head_dim, size.kv_heads * size.head_dim
     shapes = {
         "q_proj": (size.hidden, heads), "k_proj": (size.hidden, keys), "v_proj": (size.hidden, keys),
@@ -333,7 +307,7 @@ def adapter_params(model: ModelConfig, size: ModelSize) -> int:
 
 
 def _rests_in_half(plan: Plan) -> bool:
-    """Return whether the blocks under adapters stay in bfloat16: if files have them so, and they compute in it."""
+    """Return whether blocks under adapters are stored, and compute, in bfloat16."""
     settings = policy_settings(plan.config) or {}
     stored = str(settings.get("dtype") or settings.get("torch_dtype")).removeprefix("torch.")
     width = _width(plan.config.actor_rollout_ref.actor.fsdp_config.dtype, plan.machine)
@@ -353,10 +327,8 @@ def _engine(engine: EngineSpec, machine: Machine, size: ModelSize) -> RoleMemory
 
 
 def _engine_tensors(engine: EngineSpec, size: ModelSize, width: int) -> int:
-    """Return the bytes of an engine's widest tensors in a pass: those of a layer, and of all sequences that sample at once the logits.
-
-    Logits are float32, twice: as they are and as log-probs (vLLM 0.32, its sampler).
-    """
+    """Bytes of a layer's widest tensors, and of logits, float32 twice: also as log-probs (vLLM 0.32, its
+    sampler)."""
     wide = max(
         2 * size.intermediate // engine.tensor_parallel_size,
         size.experts and 3 * size.expert_intermediate * size.experts_per_token,
@@ -365,7 +337,7 @@ def _engine_tensors(engine: EngineSpec, size: ModelSize, width: int) -> int:
 
 
 def _tokens(config: Config, rule: MicroBatchRule) -> int:
-    """The most tokens of one micro-batch that one rank computes, and never more than a mini-batch can have."""
+    """The most tokens of a micro-batch per rank, at most those of a mini-batch."""
     longest, n = longest_sequence(config), config.actor_rollout_ref.rollout.n
     prompts = config.actor_rollout_ref.actor.ppo_mini_batch_size
     of_group = n * longest
@@ -380,7 +352,6 @@ def _width(dtype: str, machine: Machine) -> int:
 
 
 def gib(num_bytes: int) -> str:
-    """Return a size for people: `0.3 GiB`, `12 MiB`."""
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.0f} MiB"
 
 
@@ -389,12 +360,11 @@ def gib(num_bytes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What all processes take together in a phase of a step, and the share of a GPU, or of a machine's memory, that is there for it."""
+    """What all processes take in a phase, and the share of a GPU's, or a machine's, memory for it."""
 
     what: str
     needed: int
-    memory: int
-    """Bytes of the whole; 0 if that is not known."""
+    memory: int  # of the whole; 0 if unknown
     share: float = 1.0
 
     @property
@@ -411,11 +381,11 @@ class Need:
 
 
 _PHASES = {"actor": "update", "critic": "critic's update", "reward_model": "reward model"}
-"""The phases of a step that are the largest of their roles; those of other roles have their names."""
+"""The largest phases of roles whose names differ."""
 
 
 def gpu_phases(plan: Plan, size: ModelSize) -> list[Need]:
-    """Return the phases of a step on a GPU of the actor's pool; none on CPUs, and without an actor."""
+    """Return the phases of a step on a GPU of the actor's pool."""
     if plan.machine.device != "cuda" or plan.role("actor") is None:
         return []
     gpu, engine, roles = plan.machine.gpu_memory, plan.engine, memory_by_role(plan, size)
@@ -430,7 +400,7 @@ def gpu_phases(plan: Plan, size: ModelSize) -> list[Need]:
             free = 1.0 if engine.sleep_mode else free_share
             phases.append(Need("sampling", resting, gpu, free_share))
         else:
-            # A cache of a fixed size: nothing of the engine's is a share of the GPU.
+            # With a cache of fixed size nothing of the engine is a share of the GPU.
             awake = weights + engines * (engine.kv_cache_memory_bytes + CONTEXT + GRAPHS)
             asleep = asleep or awake
             phases.append(Need("sampling", resting + awake, gpu))
@@ -444,7 +414,7 @@ def gpu_phases(plan: Plan, size: ModelSize) -> list[Need]:
 
 
 def resting_on_gpu(plan: Plan, roles: Sequence[RoleMemory]) -> dict[RoleName, int]:
-    """Return what the processes of each role that computes on a GPU of the actor's pool keep there between phases."""
+    """Return what the roles on a GPU of the actor's pool keep there between phases."""
     resting: dict[RoleName, int] = {}
     for need in roles:
         role = plan.role(need.role)
@@ -456,8 +426,7 @@ def resting_on_gpu(plan: Plan, roles: Sequence[RoleMemory]) -> dict[RoleName, in
 @dataclass(frozen=True, slots=True)
 class Fit:
     needs: tuple[Need, ...]
-    cache_tokens: int
-    """Tokens whose keys and values one replica of the engine holds; 0 without an engine."""
+    cache_tokens: int  # whose keys and values a replica holds
     cache_sequences: float
 
     @property
@@ -470,7 +439,7 @@ class Fit:
 
 
 def fit_of(plan: Plan, size: ModelSize | None) -> Fit | None:
-    """Return how a run fits its machine; None if sizes or the GPUs' memory are not known, and for runs without GPUs."""
+    """Return how a run fits; None without GPUs, or if sizes or their memory are unknown."""
     total = plan.machine.gpu_memory
     if size is None or plan.machine.device != "cuda" or not total or plan.role("actor") is None:
         return None
@@ -487,14 +456,14 @@ def fit_of(plan: Plan, size: ModelSize | None) -> Fit | None:
 
 
 def token_bytes(plan: Plan, size: ModelSize) -> int:
-    """Return the bytes of one token's keys and values on one GPU of an engine. Heads that do not suffice for all are copied."""
+    """Bytes of a token's keys and values on an engine's GPU; too few heads for all are copied."""
     assert plan.engine is not None
     parallel = min(plan.engine.tensor_parallel_size, size.kv_heads)
     return -(-size.kv_bytes_per_token(plan.engine_width) // parallel)
 
 
 def engine_need(plan: Plan, size: ModelSize) -> int:
-    """Return what an engine takes on each of its GPUs besides keys and values: weights, graphs, and the tensors of a pass."""
+    """Bytes on each of an engine's GPUs besides keys and values: weights, graphs, tensors of a pass."""
     engine = plan.engine
     assert engine is not None
     weights = size.num_params * plan.engine_width // engine.tensor_parallel_size
@@ -503,7 +472,7 @@ def engine_need(plan: Plan, size: ModelSize) -> int:
 
 
 def checkpoint_bytes(plan: Plan) -> int:
-    """Return the size of one checkpoint: of each trained parameter a float32 weight and AdamW's two moments."""
+    """Bytes of a checkpoint: a float32 weight and two moments per trained parameter."""
     if (size := plan.model) is None or not plan.trains:
         return 0
     actor, critic = size_of_role(plan, size, "actor"), size_of_role(plan, size, "critic")
@@ -515,7 +484,7 @@ def checkpoint_bytes(plan: Plan) -> int:
 
 
 def host_need(plan: Plan, size: ModelSize) -> int:
-    """Return the host memory that one machine needs: its processes, what is kept off the GPUs, and a checkpoint being copied."""
+    """Host bytes of one machine: processes, what is kept off GPUs, and a checkpoint being copied."""
     nodes = max(1, plan.config.trainer.nnodes)
     config, total = plan.config, HOST_OF_RUN
     for name, model, load in _loads(plan, size):

@@ -1,4 +1,4 @@
-"""Facts from a model's folder before anything is loaded: its sizes, and whether this run can use it at all."""
+"""Facts from a model's folder before loading: its sizes, and whether this run can use it."""
 
 from __future__ import annotations
 
@@ -25,17 +25,14 @@ from grpo_rl.models.load import SCALED_LOGITS, refuse_other_head
 _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 _PATH = f"{_MODEL}.path"
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Sizes of an attention head that vLLM's CPU kernels take (vLLM 0.32, CPUAttentionBackend.get_supported_head_sizes)."""
+"""Of vLLM's CPU kernels (vLLM 0.32, CPUAttentionBackend.get_supported_head_sizes)."""
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length", "max_seq_length")
-"""Names under which vLLM finds the number of positions of a model; the smallest one counts."""
-_PLAIN_ROPE = (None, "default", "llama3")
-"""Rotary embeddings whose config contains the number of positions; others scale it, each in its own way."""
+"""vLLM's names for the number of positions; the smallest counts."""
+_PLAIN_ROPE = (None, "default", "llama3")  # others scale the config's number of positions
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """The sizes of a decoder that memory depends on."""
-
     architecture: str
     hidden: int
     layers: int
@@ -45,16 +42,14 @@ class ModelSize:
     kv_heads: int
     head_dim: int
     num_params: int
-    tied: bool = False
-    """True if embedding and LM head are one."""
-    experts: int = 0
-    """Experts of each layer of a mixture; 0 for a dense model."""
+    tied: bool = False  # embedding and LM head are one
+    experts: int = 0  # of each layer; 0 for a dense model
     experts_per_token: int = 0
     expert_intermediate: int = 0
 
     @property
     def root_params(self) -> int:
-        """Return the parameters outside of the layers: embedding, final norm and LM head."""
+        """Embedding, final norm and LM head."""
         return self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
 
     @property
@@ -63,12 +58,12 @@ class ModelSize:
 
     @property
     def active_params(self) -> int:
-        """Return the parameters whose products each token takes part in: the LM head's, and of experts only the chosen ones'."""
+        """Parameters in products with each token: the LM head's too, and those of chosen experts."""
         idle = max(0, self.experts - self.experts_per_token) * 3 * self.hidden * self.expert_intermediate * self.layers
         return self.num_params - idle - (0 if self.tied else self.vocab * self.hidden)
 
     def kv_bytes_per_token(self, width: int) -> int:
-        """Return the bytes of keys and values of one token in all layers, `width` bytes per number."""
+        """`width` bytes per number."""
         return 2 * self.layers * self.kv_heads * self.head_dim * width
 
 
@@ -76,7 +71,7 @@ class ModelSize:
 
 
 def check_policy(config: Config, machine: Machine) -> None:
-    """Raise ConfigError with everything in the policy's folder that this run, or its engine, is certain to refuse."""
+    """Raise ConfigError with all in the policy's folder that run or engine will refuse."""
     settings = policy_settings(config)
     if settings is None:
         return
@@ -91,7 +86,7 @@ def check_policy(config: Config, machine: Machine) -> None:
 
 
 def check_others(config: Config) -> None:
-    """Raise ConfigError with everything in the folders of teachers, critic, reward model and tokenizers that cannot be used."""
+    """Raise ConfigError for unusable folders of teachers, critic, reward model and tokenizers."""
     policy, scorer = config.actor_rollout_ref.model, config.reward.reward_model
     named = {
         f"distillation.teacher_models.{name}.model_path": teacher.model_path for name, teacher in teachers_of(config).items()
@@ -119,9 +114,10 @@ def check_others(config: Config) -> None:
 
 
 def check_adapters(config: Config) -> None:
-    """Raise ConfigError for adapters that the policy cannot have, and for an adapter folder that does not fit; no weight is read.
+    """Raise ConfigError for adapters that the policy cannot have, and adapter folders that do not fit; reads
+    no weights.
 
-    Makes the model without storage. A model with code of its own is looked at when the run starts.
+    Models with code of their own are checked when the run starts.
     """
     from transformers import AutoConfig
 
@@ -138,10 +134,9 @@ def check_adapters(config: Config) -> None:
 
 
 def policy_settings(config: Config) -> dict[str, Any] | None:
-    """Return the policy's config.json with override_config applied; None for an embedded model that does not exist.
+    """Return config.json with override_config applied; None for an unknown embedded model.
 
-    Raises ConfigError for one that cannot be read, for a family that transformers does not have, and for an override of a
-    field that the family lacks or of the wrong type.
+    Raises ConfigError if it cannot be read, for a family that transformers lacks, and for a wrong override.
     """
     model = config.actor_rollout_ref.model
     if model.path.startswith(PREFIX):
@@ -164,11 +159,11 @@ def policy_settings(config: Config) -> dict[str, Any] | None:
         if _is_plain(settings) and not model.override_config:
             return settings
         if "auto_map" in settings and model.trust_remote_code:
-            # The model's own code decides; it runs when the run starts, and not for a plan.
+            # The model's own code decides, when the run starts.
             return settings | dict(model.override_config)
     if config.trainer.machine is not None and not folder.is_dir() and (known := known_settings(model.path)):
-        return known | dict(model.override_config)  # planned for another machine, where the model need not be
-    # transformers takes a second to import: only if its own checks are needed.
+        return known | dict(model.override_config)
+    # transformers takes a second to import.
     from grpo_rl.models.load import load_config
 
     loaded = load_config(model.path, trust_remote_code=model.trust_remote_code, override=model.override_config)
@@ -191,12 +186,12 @@ def _read_config(folder: Path, key: str = _PATH) -> dict[str, Any]:
 
 
 def _special(folder: Path) -> str:
-    """Return the name of something in the folder that is no file and no folder, whose reader would wait for ever; "" without."""
+    """Return the name of an entry that is neither file nor folder, whose reader would wait for ever."""
     return next((path.name for path in sorted(folder.iterdir()) if path.exists() and not (path.is_file() or path.is_dir())), "")
 
 
 def _is_plain(settings: dict[str, Any]) -> bool:
-    """Return whether it is a causal language model of a family in transformers, without loading transformers."""
+    """Return whether transformers has this causal model's family, without loading transformers."""
     family, names = settings.get("model_type"), settings.get("architectures")
     transformers = importlib.util.find_spec("transformers")
     if transformers is None or transformers.origin is None or "auto_map" in settings or not isinstance(family, str):
@@ -206,9 +201,9 @@ def _is_plain(settings: dict[str, Any]) -> bool:
 
 
 def _broken_files(folder: Path, key: str = _PATH) -> Iterator[str]:
-    """Weight files that are cut short or are none, an adapter beside them, and a tokenizer's settings that are no JSON."""
+    """Yield cut or invalid weight files, an adapter beside them, and broken tokenizer settings."""
     if (folder / "adapter_config.json").is_file():
-        # transformers would add it to the model if one process reads the whole, and ranks that read shards would not.
+        # transformers would add it if one process reads the model, and not if ranks read shards.
         yield (
             f"{key}={folder}: has a peft adapter beside the model, and it is not clear whether that belongs to the policy; move "
             "it into a folder of its own, and name that in actor_rollout_ref.model.lora_adapter_path if it does"
@@ -244,7 +239,7 @@ def _dropouts(settings: dict[str, Any]) -> dict[str, float]:
 
 
 def with_shared_prompts(config: Config, settings: dict[str, Any] | None) -> Config:
-    """Return the configuration with `use_prefix_grouper` decided: true, unless a model with these settings drops at random."""
+    """Decide `use_prefix_grouper`: true, unless the model drops at random."""
     if config.actor_rollout_ref.actor.use_prefix_grouper is not None:
         return config
     decided: Config = replaced(config, {f"{_ACTOR}.use_prefix_grouper": not _dropouts(settings or {})})
@@ -252,7 +247,7 @@ def with_shared_prompts(config: Config, settings: dict[str, Any] | None) -> Conf
 
 
 def _engine_refuses(config: Config, machine: Machine, settings: dict[str, Any]) -> Iterator[str]:
-    """Yield what vLLM would refuse after it has started, which takes most of a minute."""
+    """Yield what vLLM would refuse after a start of most of a minute."""
     rollout = config.actor_rollout_ref.rollout
     if not samples_answers(config):
         return  # no engine starts
@@ -276,7 +271,7 @@ def _engine_refuses(config: Config, machine: Machine, settings: dict[str, Any]) 
             f"{config.actor_rollout_ref.model.path}"
         )
     head_dim = text.get("head_dim") or text.get("hidden_size", 0) // heads
-    latent = any("lora_rank" in name or name.startswith("qk_") for name in text)  # multi-head latent attention has no such size
+    latent = any("lora_rank" in name or name.startswith("qk_") for name in text)  # multi-head latent attention
     if machine.device == "cpu" and not latent and isinstance(head_dim, int) and head_dim not in (0, *CPU_HEAD_SIZES):
         model = config.actor_rollout_ref.model
         where = f"override_config.head_dim={head_dim}" if "head_dim" in model.override_config else f"path={model.path}"
@@ -287,9 +282,10 @@ def _engine_refuses(config: Config, machine: Machine, settings: dict[str, Any]) 
 
 
 def positions_of(text: dict[str, Any]) -> tuple[str, int] | None:
-    """Return the name and value of the setting that bounds a sequence; None if that is not certain.
+    """Return name and value of the setting that bounds a sequence; None if uncertain, as with scaled rotary
+    embeddings.
 
-    Without a scaled rotary embedding it is the smallest of those that vLLM looks at (vLLM 0.32,
+    The smallest of those that vLLM reads (vLLM 0.32,
     ModelArchConfigConvertorBase.derive_max_model_len_and_key).
     """
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
@@ -304,7 +300,7 @@ def positions_of(text: dict[str, Any]) -> tuple[str, int] | None:
 
 
 def model_size(path: str) -> ModelSize | None:
-    """Return the sizes of the model at `path`; None if only loading it shows them (names that are not known, other families)."""
+    """Return the sizes; None if only loading shows them (unknown names, other families)."""
     if path.startswith(PREFIX):
         return _from_settings(_builtin_settings(path), None)
     folder = Path(path).expanduser()
@@ -316,7 +312,8 @@ def model_size(path: str) -> ModelSize | None:
 
 
 def stored_params(folder: Path) -> int | None:
-    """Return how many numbers the folder's safetensors files hold, by their headers; None without any, or with broken ones."""
+    """Return the numbers in a folder's safetensors files, by their headers; None if there are none, or broken
+    ones."""
     total = 0
     for file in folder.glob("*.safetensors"):
         try:
@@ -328,7 +325,8 @@ def stored_params(folder: Path) -> int | None:
 
 
 def _header(file: Path) -> tuple[dict[str, Any], int]:
-    """The description of a safetensors file's tensors, and where their data starts: after 8 bytes of length and the JSON."""
+    """Return a safetensors file's tensor descriptions, and where data start: after 8 bytes of length and the
+    JSON."""
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
         header = json.loads(stream.read(min(length, file.stat().st_size)))
@@ -372,7 +370,8 @@ def _from_settings(config: dict[str, Any], num_params: int | None) -> ModelSize 
 
 
 def _counted_params(size: ModelSize, config: dict[str, Any]) -> int | None:
-    """Return the parameters of a decoder of a known family: attention, gated MLP or experts with their router, norms, embeddings."""
+    """Return the parameters of a known family: attention, gated MLP or experts with router, norms,
+    embeddings."""
     if size.architecture not in ARCHITECTURES:
         return None
     queries, keys = size.heads * size.head_dim, size.kv_heads * size.head_dim
@@ -393,18 +392,17 @@ def _counted_params(size: ModelSize, config: dict[str, Any]) -> int | None:
 # ---- families: which can be trained here ----------------------------------------------------------------------------
 
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Names under which config.json has the number of experts of a layer."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # of a layer
 _ATTENTION_LAYERS = ("full_attention", "sliding_attention")
 _MIXERS = ("mamba", "rwkv", "recurrent", "jamba", "bamba", "zamba", "xlstm", "lfm2", "falcon_h1", "nemotron_h", "minimax")
-"""Parts of the names of families that carry a state from token to token beside attention, or in its place."""
+"""Parts of the names of families that carry a state from token to token."""
 _SINKS = ("gpt_oss",)
 _OWN_POSITIONS = ("gpt2", "gptj", "opt", "bloom", "mpt", "codegen", "gpt_bigcode", "gpt_neo", "xglm")
-"""Families whose layers have no list `layers`, or whose positions are a bias of attention (ALiBi)."""
+"""Layers not in a list `layers`, or positions as a bias of attention (ALiBi)."""
 
 
 def _training_refuses(config: Config, settings: dict[str, Any]) -> Iterator[str]:
-    """Yield what keeps the policy with these settings (its config.json) from being trained as the configuration asks."""
+    """Yield what keeps a policy with this config.json from being trained as configured."""
     parts = config.actor_rollout_ref
     actor, path, text = parts.actor, f"{_PATH}={parts.model.path}", settings.get("text_config") or settings
     if (drops := _dropouts(settings)) and actor.use_prefix_grouper:
@@ -428,7 +426,7 @@ def _training_refuses(config: Config, settings: dict[str, Any]) -> Iterator[str]
     for name in SCALED_LOGITS:
         if text.get(name) not in (None, 1, 1.0):
             yield f"{path}: models with {name} cannot be trained here, and this one has {name}={text[name]}"
-    # What the trainer's attention has not: a window that is shorter than the sequences.
+    # The trainer's attention has no sliding window.
     window, longest = text.get("sliding_window"), longest_sequence(config)
     slides = text.get("use_sliding_window") is not False and "sliding_attention" in (
         text.get("layer_types") or ["sliding_attention"]
@@ -465,15 +463,15 @@ def _training_refuses(config: Config, settings: dict[str, Any]) -> Iterator[str]
 
 
 # ---- the sizes of common open models by their name on the hub --------------------------------------------------------
-# What their config.json says, so that a plan needs no model: facts only, numbers from the published files. A folder's own file, or one
-# in the hub's cache, comes first.
+# Facts from published config.json files, so that a plan needs no model; a folder's or cached file comes
+# first.
 
 _COLUMNS = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 _OTHER = {
     "1m", "awq", "gptq", "gguf", "int4", "int8", "fp8",
     "mxfp4", "bnb", "4bit", "8bit", "vl", "mlx", "embedding", "reranker",
 }  # fmt: skip
-"""Words of a name that make another model of it: quantised, longer, or of another kind."""
+"""Words in a name that make it another model: quantised, longer, of another kind."""
 ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -487,19 +485,18 @@ ARCHITECTURES = {
     "olmo2": "Olmo2ForCausalLM",
     "olmoe": "OlmoeForCausalLM",
 }
-"""Families by the names of their classes; their parameters can be counted: attention of queries, keys, values and output, a gated MLP or
-experts of such."""
+"""Families whose parameters can be counted: attention with an output product, a gated MLP or experts of
+such."""
 
 _ROWS = [line.split() for line in Path(__file__).with_name("known_models.txt").read_text().splitlines() if line[0] != "#"]
 KNOWN = {pattern: row[1:] for row in _ROWS for pattern in row[0].split(",")}
-"""Family and sizes by the names of models, with `*` if more may follow."""
+"""Family and sizes by name; `*` if more may follow."""
 
 
 def known_settings(name: str) -> dict[str, Any] | None:
-    """Return the sizes of a model on the hub, as its config.json names them; None for one that is not in the table.
+    """Return a hub model's sizes, named as in config.json; None if it is not in the table.
 
-    Of several entries that fit, the longest one is meant: `Qwen/Qwen2.5-Math-7B*` before a shorter one. What follows a size begins with
-    `-`: Qwen3-4B is not part of Qwen3-4Bx.
+    The longest fitting entry counts. What follows a size begins with `-`: Qwen3-4B is not part of Qwen3-4Bx.
     """
     fitting = []
     for pattern in KNOWN:

@@ -1,5 +1,5 @@
-"""Other keys for a named machine, to paste: the nearest configuration that fits it, fewer things in memory before more machines,
-and under each schedule the best division of its GPUs into those that sample and those that train."""
+"""Keys to paste for a named machine: the nearest configuration that fits, less in memory before more
+machines, and each schedule's best division of its GPUs into sampling and training."""
 
 from __future__ import annotations
 
@@ -22,20 +22,17 @@ from grpo_rl.plan.model_folder import ModelSize
 
 A, R, REF, M = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref", "model"))
 MOST_MACHINES = 64
-ENOUGH = 32
-"""Sequences of full length in an engine's cache from which on more GPUs for each engine are not worth their copies."""
+ENOUGH = 32  # full sequences in a cache: more GPUs per engine are not worth their copies
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Keys that make a run fit, and the machine that it takes."""
-
     changes: dict[str, Any]
     plan: Plan
     fit: Fit
 
     def words(self) -> list[str]:
-        """Return what to add to the command line; of more machines with a name the name."""
+        """Return what to add to the command line; more machines of a name by their name."""
         words = {key: f"{key}={show(value)}" for key, value in self.changes.items()}
         if "trainer.nnodes" in words and self.plan.machine.name:
             words["trainer.nnodes"] = f"machine={self.plan.machine.name}"
@@ -43,7 +40,7 @@ class Proposal:
 
 
 def propose(plan: Plan, size: ModelSize) -> Proposal | None:
-    """Return the nearest configuration that fits: with as few and as small changes as possible; None if none was found."""
+    """Return the configuration that fits with the fewest and smallest changes."""
     machine, nodes = plan.machine, plan.config.trainer.nnodes
     machine_changes: dict[str, Any] = {}
     while nodes <= MOST_MACHINES:
@@ -58,16 +55,14 @@ def propose(plan: Plan, size: ModelSize) -> Proposal | None:
 
 
 CHUNKS = 16_384, 8_192, 4_096
-LONG_RUN = 50
-"""Steps from which on a compilation of minutes is worth its time."""
+LONG_RUN = 50  # steps that are worth minutes of compilation
 
 
-ROOMY = 0.8
-"""The share of a GPU's memory, or of a machine's without GPUs, up to which the plan spends it by itself."""
+ROOMY = 0.8  # share of memory that the plan spends by itself
 
 
 def chosen_by_memory(plan: Plan, size: ModelSize) -> dict[str, Any]:
-    """Return values for what the configuration leaves to the plan: activations that are kept and, on GPUs, chunks of the LM head."""
+    """Return values that the configuration leaves to the plan: kept activations and, on GPUs, head chunks."""
     model = plan.config.actor_rollout_ref.model
     if plan.machine.device == "cpu":
         keeping = {f"{M}.enable_gradient_checkpointing": False}
@@ -80,7 +75,7 @@ def chosen_by_memory(plan: Plan, size: ModelSize) -> dict[str, Any]:
 
 
 def _fits_on_cpus(plan: Plan, size: ModelSize, changes: dict[str, Any]) -> bool:
-    """Return whether all processes have room in the memory of this machine; of a cluster, one of each role."""
+    """Return whether all processes fit into this machine's memory; of a cluster, one of each role."""
     tried = decide(replaced(plan.config, changes), plan.machine)
     tried = dataclasses.replace(tried, model=size, memory=memory_by_role(tried, size))
     needed = host_bytes(tried) or sum(need.num_bytes for need in tried.memory)
@@ -88,7 +83,7 @@ def _fits_on_cpus(plan: Plan, size: ModelSize, changes: dict[str, Any]) -> bool:
 
 
 def propose_faster(plan: Plan, size: ModelSize, share: float = TIGHT) -> Proposal | None:
-    """Return keys that spend free memory on a shorter update of the actor, up to `share` of a GPU's; None if there are none."""
+    """Return keys that spend memory, up to `share` of a GPU's, on shorter updates."""
     judged, parts = fit_of(plan, size), plan.config.actor_rollout_ref
     if judged is None or not judged.fits or not plan.trains or not plan.role("actor"):
         return None
@@ -110,7 +105,7 @@ def propose_faster(plan: Plan, size: ModelSize, share: float = TIGHT) -> Proposa
 
 
 def _fitting(plan: Plan, size: ModelSize, changes: dict[str, Any], machine: Machine) -> Proposal | None:
-    """Return the proposal of these changes with an engine that fits beside them; None if nothing does."""
+    """Return these changes with an engine that fits beside them, if any."""
     roomy = None
     for parallel in _engines(plan):
         attempt = changes | parallel
@@ -118,7 +113,7 @@ def _fitting(plan: Plan, size: ModelSize, changes: dict[str, Any], machine: Mach
         lacking = {need.what for need in fit.needs if need.needed > need.there}
         if lacking - {"sampling", "engine, in its share"}:
             continue
-        if lacking:  # the engine's share of a GPU settles both
+        if lacking:  # the engine's share settles both
             attempt[f"{R}.gpu_memory_utilization"] = _share(tried, size, fit)
             tried, fit = _tried(plan, size, attempt, machine)
         if not fit.fits or refuses(plan, attempt, machine):
@@ -132,7 +127,6 @@ def _fitting(plan: Plan, size: ModelSize, changes: dict[str, Any], machine: Mach
 
 
 def _tried(plan: Plan, size: ModelSize, changes: dict[str, Any], machine: Machine) -> tuple[Plan, Fit]:
-    """Return the plan with other values of these keys, and how it fits."""
     tried = decide(replaced(plan.config, changes), machine)
     fit = fit_of(tried, size)
     assert fit is not None, "on GPUs whose memory is known"
@@ -140,13 +134,13 @@ def _tried(plan: Plan, size: ModelSize, changes: dict[str, Any], machine: Machin
 
 
 def refuses(plan: Plan, changes: dict[str, Any], machine: Machine) -> bool:
-    """Return whether the rules between keys refuse other values of these for something that they allow as it is."""
+    """Return whether rules refuse these changes for more than they refuse now."""
     known_problems = set(check(plan.config, plan.machine))
     return bool(set(check(replaced(plan.config, changes), machine)) - known_problems)
 
 
 def _share(plan: Plan, size: ModelSize, fit: Fit) -> float:
-    """Return the engine's share of a GPU, as near to the configured one as the others leave room."""
+    """Return the engine's share of a GPU, as near to the configured one as there is room."""
     assert plan.engine is not None
     total = plan.machine.gpu_memory
     resting = next((need.needed for need in fit.needs if need.what == "sampling"), 0)
@@ -156,7 +150,7 @@ def _share(plan: Plan, size: ModelSize, fit: Fit) -> float:
 
 
 def _engines(plan: Plan) -> Iterator[dict[str, Any]]:
-    """Yield engines over more and more GPUs of one machine, beginning with the configured one."""
+    """Yield the configured engine, then ones over more GPUs of a machine."""
     if plan.engine is None:
         yield {}
         return
@@ -167,14 +161,14 @@ def _engines(plan: Plan) -> Iterator[dict[str, Any]]:
 
 
 def _by_cost(plan: Plan) -> list[dict[str, Any]]:
-    """Return combinations of changes to what the ranks hold, the nearest first."""
+    """Return combinations of changes to what ranks hold, the nearest first."""
     combined = itertools.product(*([(0, {}), *option] for option in _options(plan)))
     nearest = sorted(combined, key=lambda choice: sum(cost for cost, _ in choice))
     return [{key: value for _, part in choice for key, value in part.items()} for choice in nearest]
 
 
 def _options(plan: Plan) -> Iterator[list[tuple[float, dict[str, Any]]]]:
-    """Yield the ways of each kind of change with their costs, which order them by what they cost in speed."""
+    """Yield each kind of change as a list, with costs that order by loss of speed."""
     parts = plan.config.actor_rollout_ref
     fsdp, model = parts.actor.fsdp_config, parts.model
     yield _smaller_passes(plan)
@@ -218,7 +212,7 @@ STALENESS = (1, 2, 4)
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """One schedule on the GPUs of a machine, divided in the way that makes its step shortest."""
+    """A schedule on a machine's GPUs, divided for its shortest step."""
 
     schedule: str
     changes: dict[str, Any]
@@ -238,7 +232,7 @@ HEAD = f"{'schedule':<18}{'sample:train':>13}{'s a step':>10}{'sampling':>10}{'s
 
 
 def divisions(plan: Plan, size: ModelSize) -> list[Division]:
-    """Return each schedule with its best division of the machine's GPUs that fits; empty if nothing is to be divided."""
+    """Return each schedule with its best division that fits; empty if nothing can be divided."""
     machine = plan.machine
     if not machine.name or machine.num_gpus * machine.nodes < 2 or step_time(plan, size) is None:
         return []
@@ -261,7 +255,7 @@ def divisions(plan: Plan, size: ModelSize) -> list[Division]:
 
 
 def _splits(machine: Machine) -> Iterator[dict[str, Any]]:
-    """Yield keys that give a part of the machines, or of one machine's GPUs, to the engines: at most so many divisions."""
+    """Yield keys that give part of the machines, or of one machine's GPUs, to engines."""
     parts = machine.nodes if machine.nodes > 1 else machine.num_gpus
     for share in sorted({round(parts * place / MOST_DIVISIONS) for place in range(1, MOST_DIVISIONS)} - {0, parts}):
         if machine.nodes > 1:
@@ -272,7 +266,7 @@ def _splits(machine: Machine) -> Iterator[dict[str, Any]]:
 
 
 def _divided(plan: Plan, size: ModelSize, name: str, changes: dict[str, Any]) -> Division | None:
-    """Return the run of these keys; None if the rules refuse them, or it does not fit."""
+    """Return the run of these keys; None if it is refused or does not fit."""
     if refuses(plan, changes, plan.machine):
         return None
     tried, fit = _tried(plan, size, changes, plan.machine)

@@ -46,8 +46,7 @@ WIDTH = 100
 _LABEL = 13
 
 Rows = Iterator[tuple[str, str]]
-TABLE = "|"
-"""The label of a line that stays as it is: a row of a table, or a word to paste."""
+TABLE = "|"  # the label of a line that stays as it is: a row of a table, or a word to paste
 
 
 def describe(composed: Composed, plan: Plan) -> str:
