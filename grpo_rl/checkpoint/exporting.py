@@ -19,11 +19,10 @@ from grpo_rl.errors import CheckpointError, ConfigError, DataError
 from grpo_rl.run_files import parsed, read_bytes, read_json
 
 MARK = "export.json"
-"""The file that is written last: the step, and the digest of the manifest that the export was made from."""
+"""Written last: the step, and the digest of the manifest of the exported checkpoint."""
 
 
 def is_exported(checkpoint: Path, folder: Path) -> bool:
-    """Return whether `folder` has the complete export of this checkpoint, and not of another one of the same step."""
     try:
         return bool(read_json(folder / MARK)["manifest"] == _seal(checkpoint))
     except (DataError, KeyError, TypeError):
@@ -33,12 +32,11 @@ def is_exported(checkpoint: Path, folder: Path) -> bool:
 def export_policy(checkpoint: Path, base: str, model: Mapping[str, Any], target: Path) -> Path:
     """Write the policy of a checkpoint to `target`, a new folder or an export of before, and return it.
 
-    `base` is the folder of the model that the run began with, whose config, generation settings and tokenizer are taken;
-    `model` is the section `actor_rollout_ref.model` of the run. The weights are in float32, as the export at a run's end has
-    them, and the same to the bit. Those of a run with adapters are merged, to the bit what one rank exports and up to the
-    last bit what several do, and the adapters are in a peft folder inside.
+    `base` is the folder of the model that the run began with; `model` is the section
+    `actor_rollout_ref.model` of the run. The weights are float32, the same to the bit as the run's own
+    export. Adapters are merged (several ranks differ in the last bit), and in a peft folder inside.
 
-    Raises CheckpointError for a checkpoint that cannot be trusted or does not fit, and where `target` cannot be written;
+    Raises CheckpointError if the checkpoint cannot be trusted or does not fit, or `target` cannot be written;
     ConfigError for a base that cannot be used.
     """
     from grpo_rl.models import fsdp, load, lora
@@ -71,7 +69,7 @@ def export_policy(checkpoint: Path, base: str, model: Mapping[str, Any], target:
 
 
 def cast(folder: Path, dtype: str) -> None:
-    """Write the weights of an exported folder, or of an adapter's, anew in this type, file by file. Raises CheckpointError."""
+    """Write an exported folder's weights anew in this type. Raises CheckpointError."""
     from safetensors import safe_open
     from safetensors.torch import save_file
 
@@ -98,10 +96,8 @@ def cast(folder: Path, dtype: str) -> None:
 
 
 def try_export(base: str, model: ModelConfig, tokenizer: Any) -> None:
-    """Write all of an exported folder but its weights somewhere, and remove it: what is refused is refused before the training.
-
-    Raises ConfigError.
-    """
+    """Write all of an exported folder but its weights, and remove it, before the training. Raises
+    ConfigError."""
     from transformers import GenerationConfig
 
     from grpo_rl.models import load

@@ -1,4 +1,4 @@
-"""Changes that a save makes to the disk: few calls, each a fault point, so that a test can break off at any of them."""
+"""Changes that a save makes to the disk: few calls, each a fault point."""
 
 from __future__ import annotations
 
@@ -20,20 +20,18 @@ from grpo_rl.faults import fault_point
 Entry = tuple[int, str]
 """Size and SHA-256 of a file."""
 Files = dict[str, Entry]
-"""Files of a folder by their names relative to it."""
 
 _PIECE_BYTES = 16 << 20
 _READ_BYTES = 4 << 20
 
 
 def make_folder(path: Path) -> None:
-    """Make a new folder; OSError when it is there already."""
     _point("mkdir", path)
     os.mkdir(path)
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> Entry:
-    """Write a new file, on the disk when this returns; its entry is that of what was to be written, not of the file."""
+    """Write a new file, on the disk when this returns; the entry is of what was to be written."""
     _point("open", path)
     digest, size = hashlib.sha256(), 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -62,13 +60,13 @@ def flush(path: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Give the file or folder another name in the same file system. To have it there after a power cut, flush the parent folder."""
+    """To survive a power cut, flush the parent folder afterwards."""
     _point("rename", target)
     os.rename(source, target)
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove the folder with all that is in it; links are removed and not followed."""
+    """Links are removed and not followed."""
     for path in sorted(folder.iterdir()):
         if path.is_dir() and not path.is_symlink():
             remove_tree(path)
@@ -80,7 +78,7 @@ def remove_tree(folder: Path) -> None:
 
 
 def entry_of(path: Path) -> Entry:
-    """Size and SHA-256 of a regular file as it is on the disk. OSError for anything else: a device or pipe is never opened."""
+    """OSError for anything but a regular file: a device or pipe is never opened."""
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
         raise OSError(f"{path.name} is not a regular file")
@@ -93,7 +91,7 @@ def entry_of(path: Path) -> Entry:
 
 
 def walk(folder: Path) -> Iterator[tuple[str, bool]]:
-    """Names of all that is in the folder, relative to it with `/`, and whether each is a folder; links are not followed."""
+    """Relative names of all that is in the folder, and whether each is a folder; links are not followed."""
     for path in sorted(folder.iterdir()):
         is_folder = path.is_dir() and not path.is_symlink()
         yield path.name, is_folder
@@ -109,14 +107,13 @@ def merge(parts: Sequence[Files], folder: str = "") -> Files:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the bytes that this process may still write into the file system of `folder`, or of the nearest parent that is there."""
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
 
 def not_written(target: Path, error: OSError, needed: int) -> CheckpointError:
-    """Return the error for a save that the disk refused: path, reason, needed and free bytes, and what to do."""
+    """Return the error for a save that the disk refused."""
     reason, needed_mib, free_mib = error.strerror or str(error), needed / 2**20, free_bytes(target) / 2**20
     return CheckpointError(
         f"cannot write {target}: {reason}; it needs {needed_mib:,.1f} MiB, {free_mib:,.1f} MiB are free there. "
@@ -126,7 +123,7 @@ def not_written(target: Path, error: OSError, needed: int) -> CheckpointError:
 
 @contextmanager
 def refusals(target: Path, needed: int = 0) -> Iterator[None]:
-    """Make a CheckpointError of whatever keeps `target` from being written: the disk, or a library that refuses a value."""
+    """Make a CheckpointError of whatever keeps `target` from being written."""
     try:
         yield
     except ConnectionError:  # another rank's, and none of the disk's
@@ -139,9 +136,10 @@ def refusals(target: Path, needed: int = 0) -> Iterator[None]:
 
 @contextmanager
 def whole_folder(target: Path, needed: int = 0) -> Iterator[Path]:
-    """Yield a new folder, which takes the place of `target` when the inside has ended and all of its files are on the disk.
+    """Yield a new folder, which replaces `target` when its files are all on the disk.
 
-    Raises CheckpointError, and leaves `target` as it was, if it cannot be written or fewer than the `needed` bytes are free.
+    Raises CheckpointError, and leaves `target`, if it cannot be written or fewer than `needed` bytes are
+    free.
     """
     with refusals(target, needed):
         target.parent.mkdir(parents=True, exist_ok=True)

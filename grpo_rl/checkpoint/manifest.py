@@ -1,7 +1,6 @@
-"""A checkpoint's manifest: its files with size and SHA-256, and the check that they are the ones written, and can be read.
+"""A checkpoint's manifest: its files with size and SHA-256, and the check that they are the ones written.
 
-Digests find damage after the commit. That a file was wrong when it was written, or was changed together with the manifest, is
-found by reading: the JSON files are objects, every rank's files are there, and tensors are finite and in the safetensors format.
+Files that were wrong when written, or changed together with the manifest, are found by reading them.
 """
 
 from __future__ import annotations
@@ -25,14 +24,13 @@ from grpo_rl.run_files import parsed, read_bytes
 
 MANIFEST = "manifest.json"
 STATE = "trainer.json"
-"""The controller's part."""
 TRAINING = "training.json"
-"""The file beside ranks' files that says how many ranks wrote them."""
+"""Says how many ranks wrote their files."""
 FORMAT = 1
 _MOST_BYTES = 64 << 20
-"""A manifest has some hundred bytes per file; nothing larger is read into memory."""
+"""A manifest has some hundred bytes per file."""
 _MOST_JSON_BYTES = 1 << 30
-"""The largest JSON file that is read: a trainer's state of a hundred million rows' pass rates stays below."""
+"""A trainer's state of a hundred million rows' pass rates stays below."""
 _RANK_FILE = re.compile(r"(weights|optimizer|rng)_rank(0|[1-9][0-9]{0,8})\.safetensors")
 _NAME = re.compile(r"step_(0|[1-9][0-9]{0,11})")
 
@@ -44,32 +42,29 @@ class Checkpoint:
     folder: Path
     step: int
     state: dict[str, Any]
-    """The controller's part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The content of a manifest."""
-
     step: int
     files: Files
 
 
 def step_of(name: str) -> int | None:
-    """The step in a name of ours, `step_` and a number without leading zeros; None for any other name."""
+    """The step in a name of ours, without leading zeros; None for any other name."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def write_manifest(folder: Path, step: int, entries: Files) -> None:
-    """Write the manifest; it carries a digest of itself, for without one a lost line would not be seen."""
+    """It carries a digest of itself, for a lost line."""
     content = {"format": FORMAT, "step": step, "files": {name: list(entry) for name, entry in sorted(entries.items())}}
     text = json.dumps(content | {"sha256": _seal(content)}, indent=1)
     files.write_file(folder / MANIFEST, [text.encode()])
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest, when it is whole. Raises CheckpointError; no other file is touched."""
+    """Raises CheckpointError if it is not whole; no other file is touched."""
     try:
         content = parsed(read_bytes(folder / MANIFEST, _MOST_BYTES).decode("utf-8"))
         seal = content.pop("sha256")
@@ -84,10 +79,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path) -> Checkpoint:
-    """Return the checkpoint in `folder` after reading every file: each is as it was written, and holds what it should.
+    """Return the checkpoint in `folder` after reading every file.
 
-    Raises CheckpointError naming the first thing that is not so: a file that is missing, changed or unknown, or a field or
-    tensor that cannot be used. Nothing outside the folder is read, whatever the manifest names.
+    Raises CheckpointError naming the first file that is missing, changed or unknown, or field or tensor that
+    cannot be used. Nothing outside the folder is read, whatever the manifest names.
     """
     manifest = read_manifest(folder)
     named = step_of(folder.name)
@@ -122,14 +117,14 @@ def verify(folder: Path) -> Checkpoint:
 
 
 def unknown_files(folder: Path, manifest: Manifest) -> list[str]:
-    """Return the names in the folder that this program did not write. Folders that hold its files are its own."""
+    """Return the names in the folder that this program did not write."""
     known = set(manifest.files) | {MANIFEST}
     folders = {str(parent) for name in manifest.files for parent in PurePosixPath(name).parents}
     return [name for name, is_folder in files.walk(folder) if name not in (folders if is_folder else known)]
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """The path of a file of the manifest. Raises CheckpointError if the name, or a link on the way, leads out."""
+    """Raises CheckpointError if the name of a file, or a link on the way, leads out."""
     parts = name.split("/")
     if "\0" in name or "\\" in name or any(part in ("", ".", "..") for part in parts):
         raise CheckpointError(f"{folder}: the manifest names {name!r}, which is outside the folder")
@@ -142,7 +137,6 @@ def _inside(folder: Path, name: str) -> Path:
 
 
 def _read_object(folder: Path, name: str) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises CheckpointError for anything else."""
     try:
         content = json.loads(read_bytes(folder / name, _MOST_JSON_BYTES).decode("utf-8"))
         if not isinstance(content, dict):
@@ -155,7 +149,6 @@ def _read_object(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _check_ranks(folder: Path, found: Collection[str]) -> None:
-    """Raise CheckpointError unless the folder holds each kind of file of every rank that wrote it, and no other."""
     if not (folder / TRAINING).is_file():
         raise CheckpointError(f"{folder}: {TRAINING} is missing")
     training = _read_object(folder, TRAINING)
@@ -173,7 +166,7 @@ def _check_ranks(folder: Path, found: Collection[str]) -> None:
 
 
 def _check_tensors(folder: Path, name: str) -> None:
-    """Raise CheckpointError for a file that is not in the safetensors format, or has a value that is not finite."""
+    """Raise CheckpointError if a file is not in the safetensors format, or a value is not finite."""
     try:
         with safe_open(folder / name, framework="pt") as file:
             layout = json.loads((file.metadata() or {}).get("layout", "null"))

@@ -1,7 +1,6 @@
 """One rank's part of a checkpoint: its rows of a policy's weights and optimizer, and its random state.
 
-Every rank writes its own files, at once, or from a copy in a thread while the training goes on; any number of ranks reads them.
-A frozen policy, which has neither optimizer nor schedule, has weights alone.
+Every rank writes its own files; any number of ranks reads them. A frozen policy has weights alone.
 """
 
 from __future__ import annotations
@@ -35,12 +34,10 @@ from grpo_rl.models.optim import AVERAGE
 from grpo_rl.models.shards import is_first_replica, local_of, rows_of
 
 NICER = 4
-"""The niceness that a writing thread adds to that of a training one. More would hold up the training: the writing thread
-needs the interpreter's lock for moments, and a thread with less right to a busy core gives the lock back late."""
+"""The niceness that a writing thread adds. With more, it would give the interpreter's lock back late."""
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq", AVERAGE)
 
 Training = tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]
-"""The optimizer and the schedule of a policy that is trained."""
 
 
 class RankFiles:
@@ -54,7 +51,8 @@ class RankFiles:
         rank: int,
         patience_s: float,
     ) -> None:
-        """`patience_s` is how long a new save waits for the thread of one that was given up, and an optimizer step for a copy."""
+        """`patience_s` bounds the wait of a save for an earlier thread, and of an optimizer step for a
+        copy."""
         self.policy, self.rank, self.patience_s = policy, rank, patience_s
         self.training = None if optimizer is None or scheduler is None else (optimizer, scheduler)
         self._memory = HostMemory()
@@ -65,11 +63,11 @@ class RankFiles:
         self._saving: Future[Files] | None = None
 
     def save(self, folder: Path, *, background: bool = False, texts: Mapping[str, str] | None = None) -> None:
-        """Write this rank's files into `folder`; in the background, a thread does it all while the training goes on.
+        """Write this rank's files into `folder`; in the background, in a thread while the training goes on.
 
-        What it writes is the state of this moment: an optimizer step waits until it is copied, and a state of more than COPIED_BYTES
-        in host memory, of which there is no copy, until it is written. `texts` are files that rank 0 writes beside its own. `saved`
-        returns the outcome. Raises CheckpointError when an earlier save does not end.
+        It writes the state of this moment: an optimizer step waits until it is copied, or written if more
+        than COPIED_BYTES are in host memory. `texts` are files that rank 0 writes too. `saved` returns the
+        outcome. Raises CheckpointError if an earlier save does not end.
         """
         if self._saving is not None and not has_ended(self._saving, self.patience_s):
             raise CheckpointError(f"the save before the one into {folder} is still writing; is the disk hanging?")
@@ -97,24 +95,21 @@ class RankFiles:
         self._saving = in_background("checkpoint", lambda: self._copied_and_written(folder, shares, texts, stream))
 
     def saved(self, wait_s: float = 0.0) -> Files | None:
-        """The files that the last `save` wrote; None when it is not done within `wait_s`; none if nothing was saved here.
-
-        Raises CheckpointError when they could not be written.
-        """
+        """The files of the last `save`; None if it is not done within `wait_s`. Raises CheckpointError."""
         if self._saving is None:
             return {}
         return self._saving.result(0) if has_ended(self._saving, wait_s) else None
 
     def num_bytes(self) -> int:
-        """Return about how many bytes `save` writes: this rank's rows of the weights and, unless frozen, of AdamW's two moments of each."""
+        """Return about how many bytes `save` writes: weights and, unless frozen, AdamW's two moments."""
         written = [p for p in kept_parameters(self.policy).values() if is_first_replica(p)]
         return sum((1 if self.training is None else 3) * local_of(p).numel() * p.element_size() for p in written)
 
     def load(self, folder: Path) -> None:
-        """Restore what ranks of any number wrote into `folder`; every rank reads its own rows, whatever files they are in.
+        """Restore what ranks of any number wrote into `folder`; every rank reads its own rows.
 
-        Random states are per rank, so with another number of ranks they start from the run's seed again. Raises
-        CheckpointError when names or shapes are not those of this policy.
+        With another number of ranks, random states start from the run's seed again. Raises CheckpointError if
+        names or shapes differ.
         """
         self.wait_for_copy()
         fsdp.reshard(self.policy)
@@ -133,7 +128,7 @@ class RankFiles:
                     torch.cuda.set_rng_state(shards.whole("rng_cuda"))
 
     def wait_for_copy(self, *_: Any) -> None:
-        """Wait for a running copy; to be called before anything changes what is being copied."""
+        """Call it before anything changes what is being copied."""
         if not self._copied.wait(self.patience_s):
             raise CheckpointError(
                 f"the state of rank {self.rank} was not copied for its checkpoint within {self.patience_s:.0f} s"
@@ -163,7 +158,6 @@ class RankFiles:
         return self._written(folder, share, texts)
 
     def _written(self, folder: Path, share: Share, texts: Mapping[str, str]) -> Files:
-        """Return the files that are written, all of them flushed. Raises CheckpointError."""
         try:
             entries = {name: write_file(folder / name, [text.encode()]) for name, text in texts.items()}
             for kind, parts in share.parts.items():
@@ -184,29 +178,23 @@ class RankFiles:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank writes into a checkpoint."""
-
     parts: dict[str, dict[str, Part]]
-    """Its tensors, by the kind of their file (`weights`, `optimizer`, `rng`) and by name."""
+    """Tensors by the kind of their file (`weights`, `optimizer`, `rng`) and by name."""
     noted: dict[str, Any]
-    """The content of the file that rank 0 writes for all."""
 
 
 def kept_parameters(policy: nn.Module) -> dict[str, Any]:
-    """Return the parameters that a state consists of, by name: those that are trained, and of a frozen policy all.
-
-    The frozen weights under adapters are the base model's, which are read from its own files.
-    """
+    """Return the parameters that a state consists of: the trained ones, of a frozen policy all."""
     trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
     return trained or dict(policy.named_parameters())
 
 
 @torch.no_grad()  # with gradients a shard is looked up through autograd, which takes three times as long
 def take(policy: nn.Module, training: Training | None, rank: int) -> Share:
-    """This rank's rows of everything that decides the policy's future, of a frozen one of its weights; not a collective.
+    """This rank's rows of everything that decides the policy's future; not a collective.
 
-    Weights and moments are the ones in use, until the next optimizer step: see `copied`. The parameters must be
-    sharded (see `fsdp.reshard`).
+    Weights and moments are the ones in use, until the next optimizer step. The parameters must be sharded
+    (see `fsdp.reshard`).
     """
     weights: dict[str, Part] = {}
     moments: dict[str, Part] = {}
@@ -228,7 +216,6 @@ def take(policy: nn.Module, training: Training | None, rank: int) -> Share:
 
 
 def copied(share: Share, memory: HostMemory) -> Share:
-    """The share in this host memory, where it stays what it is while training goes on."""
     return Share(
         {
             kind: {name: replace(part, tensor=memory.keep((kind, name), part.tensor)) for name, part in parts.items()}
@@ -240,10 +227,8 @@ def copied(share: Share, memory: HostMemory) -> Share:
 
 @torch.no_grad()
 def load_weights(folder: Path, policy: nn.Module) -> dict[str, Any]:
-    """Restore the weights that ranks wrote, and return what was noted beside them.
-
-    Raises CheckpointError when names or shapes are not those of this policy.
-    """
+    """Restore the weights, and return what was noted beside them. Raises CheckpointError if names or shapes
+    differ."""
     noted: dict[str, Any] = json.loads((folder / TRAINING).read_text(encoding="utf-8"))
     _check_adapters(folder, noted.get("lora"), _adapters_of(policy))
     parameters = kept_parameters(policy)
@@ -255,13 +240,12 @@ def load_weights(folder: Path, policy: nn.Module) -> dict[str, Any]:
 
 
 def weights_of(policy: nn.Module) -> dict[str, Tensor]:
-    """Return a copy of this rank's share of the weights that are trained, of a frozen policy of all. Not a collective."""
     return {name: local_of(p.detach()).to("cpu", copy=True) for name, p in kept_parameters(policy).items()}
 
 
 @torch.no_grad()
 def put_weights(weights: dict[str, Tensor], policy: nn.Module) -> None:
-    """Give a rank, of the same place in a group of the same size, the weights of another. Not a collective."""
+    """From a rank of the same place in a group of the same size."""
     for name, parameter in kept_parameters(policy).items():
         local_of(parameter).copy_(weights[name])
 
@@ -281,7 +265,7 @@ def _load_optimizer(shards: Shards, policy: nn.Module, optimizer: torch.optim.Op
 
 
 def _moment(shards: Shards, name: str, parameter: Any) -> Tensor:
-    """The moment as the optimizer holds it: sharded as its parameter is; AdamW's step counter is a number."""
+    """AdamW's step counter is a number, other moments are sharded as their parameter."""
     if not shards.shapes[name]:
         return shards.whole(name)
     moment = torch.zeros_like(parameter, requires_grad=False)
@@ -290,7 +274,7 @@ def _moment(shards: Shards, name: str, parameter: Any) -> Tensor:
 
 
 def _keep(into: dict[str, Part], name: str, tensor: Any, rank: int) -> None:
-    """Note this rank's rows of the tensor. Of replicas the first writes; what every rank has as a whole is rank 0's to write."""
+    """Of replicas the first writes; what every rank has as a whole is rank 0's to write."""
     if (not isinstance(tensor, DTensor) and rank != 0) or not is_first_replica(tensor):
         return
     rows = local_of(tensor).detach()
@@ -303,7 +287,6 @@ def _adapters_of(policy: nn.Module) -> Adapters | None:
 
 
 def _check_adapters(folder: Path, stored: dict[str, Any] | None, own: Adapters | None) -> None:
-    """Raise CheckpointError for adapters if the whole model is trained, for the reverse, and for adapters of another kind."""
     ways_out = "or start anew with trainer.resume_mode=disable or another trainer.experiment_name"
     key = "actor_rollout_ref.model.lora_rank"
     if own is None and stored is not None:
@@ -329,7 +312,6 @@ def _check_names(folder: Path, stored: dict[str, tuple[int, ...]], expected: dic
 
 
 def _set_schedule(scheduler: torch.optim.lr_scheduler.LambdaLR, num_steps: int) -> None:
-    """Continue the configured schedule after `num_steps` steps: the rates are the configuration's, not the checkpoint's."""
     rates = [base * factor(num_steps) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate

@@ -19,50 +19,39 @@ from grpo_rl.errors import CheckpointError
 from grpo_rl.faults import fault_point
 
 _OURS = re.compile(r"\.(writing|removing|replaced)_(step_[0-9]+)_[0-9a-f]{8}")
-"""Names of folders that are being made or removed. Anything else with a dot in front is left alone."""
+"""Names of folders that are being made or removed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A checkpoint that is being written."""
-
     store: CheckpointStore
     step: int
     folder: Path
-    """The temporary folder of its files; it gets the checkpoint's name when they are all there."""
+    """Temporary; it gets the checkpoint's name when all files are there."""
     needed: int
-    """Bytes that were expected."""
     state: bytes = b"{}"
-    """The controller's part, written with the manifest."""
 
 
 class CheckpointStore:
     """The `checkpoints/` folder of a run, in which one process writes at a time.
 
-    A checkpoint is written into a temporary folder, described by a manifest with the size and SHA-256 of
-    every file, flushed, and given its name by one rename. Only what was written here is ever removed.
-
-    The order of the calls is what makes a checkpoint complete or absent after a power cut. The files are flushed before
-    the manifest is written, the manifest before the rename, the parent folder after it: a name on the disk without its
-    content cannot occur. An earlier checkpoint of the same name moves aside first and is removed last, so that one of
-    the two is always there under a name from which `_tidy` brings it back.
+    A power cut leaves a checkpoint complete or absent: its files are flushed before the manifest is written,
+    the manifest before the rename, the parent folder after it. An earlier checkpoint of the same name moves
+    aside first and is removed last; `_tidy` brings it back. Only what was written here is ever removed.
     """
 
     def __init__(self, folder: Path, keep: int | None = None, warn: Callable[[str], None] = lambda _: None) -> None:
         self.folder = folder
         self.keep = keep
         self.best: tuple[int, ...] = ()
-        """The steps of the best validation and of the best one before it: the first that is there is kept beside the newest ones."""
+        """The steps of the best validations: the first that is there is kept."""
         self.warn = warn
-        """A function called with each thing that was left alone, and the reason."""
+        """Called with each thing that was left alone, and the reason."""
 
     # ---- writing -------------------------------------------------------------------------------------------
 
     def begin(self, step: int, state: dict[str, Any], needed: int = 0) -> Draft:
-        """An empty temporary folder for the checkpoint of `step`.
-
-        Raises CheckpointError, with nothing written, if fewer than the `needed` bytes are free.
-        """
+        """Raises CheckpointError, with nothing written, if fewer than the `needed` bytes are free."""
         draft = Draft(self, step, self.folder / _temporary("writing", f"step_{step}"), needed, json.dumps(state).encode())
         with self.writing(draft):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +64,6 @@ class CheckpointStore:
 
     @contextmanager
     def writing(self, draft: Draft) -> Iterator[None]:
-        """Remove what there is of the draft if the inside fails; what the disk refuses is a CheckpointError."""
         try:
             yield
         except Exception as error:
@@ -85,10 +73,10 @@ class CheckpointStore:
             raise
 
     def publish(self, draft: Draft, written: Files) -> Path | None:
-        """Give the checkpoint its name, complete, with all that its draft's folder holds, inside of `writing`. Then it is committed.
+        """Give the checkpoint its name, inside of `writing`: then it is committed.
 
-        Returns the present place of an earlier checkpoint of the same name, for `clear`.
-        `written` are files that are flushed, with what they must hold; others are flushed and read here.
+        Returns the present place of an earlier checkpoint of the same name, for `clear`. `written` are files
+        that are flushed; others are flushed and read here.
         """
         final, replaced = self.folder / f"step_{draft.step}", None
         state = {STATE: files.write_file(draft.folder / STATE, [draft.state])}
@@ -107,7 +95,7 @@ class CheckpointStore:
         return replaced
 
     def clear(self, newest: int, replaced: Path | None) -> None:
-        """Remove all but the best and the newest `keep`, of which `newest` is one; `warn` names what cannot be removed."""
+        """Remove all but the best and the `keep` newest; `warn` names what cannot be removed."""
         unwanted = [] if replaced is None else [replaced]
         if self.keep is not None:
             steps = self.steps()
@@ -131,15 +119,15 @@ class CheckpointStore:
             self._remove(going)
 
     def abandon(self, draft: Draft) -> None:
-        """Remove what there is of the draft; the next start removes what cannot be removed now."""
+        """The next start removes what cannot be removed now."""
         self._remove(draft.folder)
 
     # ---- reading -------------------------------------------------------------------------------------------
 
     def latest(self, on_bad: Callable[[str], None]) -> Checkpoint | None:
-        """The newest checkpoint that is complete and intact; `on_bad` is called with the reason for each newer one passed over.
+        """The newest good checkpoint; `on_bad` is called with the reason for each newer one.
 
-        Raises CheckpointError when there are checkpoints and none of them is good.
+        Raises CheckpointError if there are checkpoints and none is good.
         """
         try:
             self._tidy()
@@ -161,17 +149,14 @@ class CheckpointStore:
         return None
 
     def steps(self) -> list[int]:
-        """Return the steps of all folders with a checkpoint's name, ascending; `latest` finds out which are checkpoints."""
+        """Of all folders with a checkpoint's name, ascending."""
         if not self.folder.is_dir():
             return []
         steps = (step_of(path.name) for path in self.folder.iterdir())
         return sorted(step for step in steps if step is not None)
 
     def set_aside_after(self, step: int) -> list[Path]:
-        """Rename the checkpoints of later steps, and return their new places: a run that goes on from `step` makes its own.
-
-        Left where they are, they would be taken for the newest ones of the run.
-        """
+        """Rename the checkpoints of later steps, and return their new places: a run goes on from `step`."""
         moved = [self._set_aside(self.folder / f"step_{later}") for later in self.steps() if later > step]
         if moved:
             files.flush(self.folder)
@@ -181,7 +166,6 @@ class CheckpointStore:
 
     @staticmethod
     def _entries(draft: Draft, written: Files) -> Files:
-        """Every file of the draft, all of them on the disk."""
         entries = dict(written)
         present = list(files.walk(draft.folder))
         for name, is_folder in present:
@@ -199,7 +183,6 @@ class CheckpointStore:
         return entries
 
     def _is_ours(self, folder: Path) -> bool:
-        """Return whether everything in the folder was written here."""
         try:
             return not folder.is_symlink() and not unknown_files(folder, read_manifest(folder))
         except (CheckpointError, OSError):
@@ -233,5 +216,5 @@ class CheckpointStore:
 
 
 def _temporary(kind: str, name: str) -> str:
-    """A name that nothing has: a writer that was given up may still be writing into an earlier one."""
+    """A new name: a writer that was given up may still be writing into an earlier one."""
     return f".{kind}_{name}_{secrets.token_hex(4)}"

@@ -1,4 +1,4 @@
-"""Tensors in safetensors files, written piece by piece with their place in a whole, read as rows of it; and in kept host memory."""
+"""Tensors in safetensors files, written piece by piece and read as rows; and in kept host memory."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ _LAYOUT = "layout"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some rows of a tensor, in order: all of it, if there is one part."""
+    """Some rows of a tensor, in order."""
 
     tensor: Tensor
     start: int
-    """The number of its first row in the whole tensor."""
+    """The number of its first row."""
     shape: tuple[int, ...]
-    """The shape of the whole tensor."""
+    """Of the whole tensor."""
 
 
 def write_parts(path: Path, parts: Mapping[str, Part]) -> Entry:
-    """Write a safetensors file piece by piece, never a second copy of it in memory; its size and SHA-256."""
+    """Write a safetensors file without a second copy of it in memory."""
     # In this order every tensor of the file is aligned.
     names = sorted(parts, key=lambda name: (-parts[name].tensor.element_size(), name))
     header: dict[str, Any] = {
@@ -68,7 +68,7 @@ def _pieces(header: Mapping[str, Any], tensors: Sequence[Tensor]) -> Iterator[by
 
 
 class Shards(ExitStack):
-    """Whole tensors, of which every file holds some rows; to be used as a context."""
+    """Whole tensors, of which every file holds some rows; a context."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         super().__init__()
@@ -86,12 +86,11 @@ class Shards(ExitStack):
         return self
 
     def whole(self, name: str) -> Tensor:
-        """Return the whole tensor."""
         shape = self.shapes[name]
         return self.rows(name, 0, shape[0]) if shape else self._parts[name][0][2].get_tensor(name)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows `start` to `stop` of the tensor; no others are read. CheckpointError when no file has one of them."""
+        """Read only rows `start` to `stop`. Raises CheckpointError if no file has one of them."""
         pieces, position = [], start
         for first, end, file in sorted(self._parts[name], key=lambda part: part[:2]):
             if first <= position < min(end, stop):
@@ -112,21 +111,19 @@ SLAB, ALIGNMENT = 256 << 20, 512
 
 
 class HostMemory:
-    """Memory that is kept: new memory from the kernel takes several times as long as a copy into kept memory.
+    """Memory that is kept: new memory from the kernel takes several times as long as a copy into it.
 
-    Memory for what lies on a GPU is page-locked: the GPU copies into it by itself, where of other memory the driver copies
-    everything once more, through a small buffer of its own.
+    It is page-locked for what lies on a GPU, whose driver copies twice into other memory.
     """
 
     def __init__(self) -> None:
         self._kept: dict[object, Tensor] = {}
         self._left = torch.empty(0, dtype=torch.uint8)
-        """The part of the newest block that no kept tensor has."""
 
     def keep(self, key: object, tensor: Tensor) -> Tensor:
-        """Return a copy of one tensor in the memory that is kept for this key; the last copy there is gone with that.
+        """Return a copy in the memory of this key, whose last copy is gone then.
 
-        A copy from a GPU is complete when the work of the GPU's present stream is.
+        A copy from a GPU is complete when the work of its present stream is.
         """
         if not tensor.numel():  # a rank that has no rows of it
             return torch.empty_like(tensor, device="cpu")
@@ -145,7 +142,7 @@ class HostMemory:
 
 
 def _lock(block: Tensor) -> None:
-    """Page-lock memory, if the system allows it. Torch's own page-locked memory is rounded up to powers of two."""
+    """Page-lock memory, if allowed. Torch's own is rounded up to powers of two."""
     if int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0)):
         # CUDA reports the failure once more to whoever starts the next kernel: here, and not in the middle of a pass.
         with contextlib.suppress(RuntimeError):

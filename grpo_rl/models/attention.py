@@ -1,18 +1,13 @@
-"""Causal attention over blocks of tokens that lie back to back on one flat axis.
+"""Causal attention over blocks of tokens that lie back to back on one flat axis (`models/packing.py`).
 
-Every linear layer of the model runs on the flat axis `[1, S, D]`; only attention depends on where
-sequences begin. A *block* is a whole sequence, or the prompt that several sequences share, or what one of these
-sequences has after the prompt: that block *continues* the prompt's, and attends to it and to itself.
+On GPUs in half precision a kernel of variable lengths takes the blocks as they lie: flash-attn's if it is
+installed, else torch's (`torch.nn.attention.varlen`). Everywhere else, and for other head sizes, it is SDPA
+over right-padded groups of blocks of similar length. All are exact.
 
-On GPUs in half precision a kernel of variable lengths takes the blocks as they lie: flash-attn's if it is installed, else the one
-that comes with torch (`torch.nn.attention.varlen`, the same algorithm). Everywhere else, and for head sizes that these
-kernels do not have, it is SDPA over groups of blocks of similar length, right-padded: under a causal mask no real token ever
-sees the padding. All are exact.
-
-A token of a block that continues a prompt attends to the whole prompt and to its own block up to itself. On CPUs that is computed
-in two parts without a mask: a prompt's continuations, all together, against the prompt, and every block causally against itself.
-The parts are joined by their log-sum-exps (Milakov & Gimelshein 2018). Elsewhere each block gets a copy of its prompt's keys and
-values, and one kernel computes all.
+A block that continues a prompt attends to the whole prompt and to its own block up to itself. On CPUs that is
+computed in two parts without a mask: a prompt's continuations together against the prompt, and every block
+causally against itself, joined by their log-sum-exps (Milakov & Gimelshein 2018). Elsewhere each block gets a
+copy of its prompt's keys and values, and one kernel computes all.
 """
 
 from __future__ import annotations
@@ -51,11 +46,12 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Return attention outputs [1, S, heads, head_dim] of flat queries, keys and values [1, heads, S, head_dim].
+    """Return attention outputs [1, S, heads, head_dim] of flat queries, keys and values [1, heads, S,
+    head_dim].
 
-    The signature is that of transformers' attention interface. A sliding window is exact here only
-    while no sequence is longer than it; beyond that, for logit soft-capping and for attention sinks (`s_aux`), it
-    refuses. With a `slice` all of them are over this rank's slice of the tokens, and `packing` is that of all.
+    The signature is transformers'. It refuses sequences longer than a sliding window, logit soft-capping and
+    attention sinks (`s_aux`). With a `slice` tensors are over this rank's slice, and `packing` is that of
+    all.
     """
     if sliding_window is not None and packing.max_length > sliding_window:
         raise ValueError(
@@ -74,7 +70,6 @@ def packed_attention(
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, dropout: float) -> Tensor:
-    """Return the outputs [S, heads, head_dim] of whole sequences, by the way that suits the device and the type."""
     if takes_blocks_as_they_lie(query, dropout):
         return _blocks_as_they_lie(query, key, value, packing, scaling)
     if packing.keys is not None:
@@ -87,7 +82,6 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scal
 def _padded_groups(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, dropout: float
 ) -> Tensor:
-    """Return the outputs [S, heads, head_dim] of SDPA over each padded group."""
     outputs = []
     for index_BL in packing.rectangles.groups:
         q, k, v = (_rectangle(x, index_BL, in_order=packing.uniform) for x in (query, key, value))
@@ -102,16 +96,18 @@ def _padded_groups(
 
 
 def _rectangle(x: Tensor, index_BL: Tensor, *, in_order: bool = False) -> Tensor:
-    """Return [1, heads, S, head_dim] as [B, heads, L, head_dim]; `in_order` if the cells are all positions as they come."""
+    """Return [1, heads, S, head_dim] as [B, heads, L, head_dim]; `in_order` if the cells are all positions as
+    they come."""
     flat = x[0] if in_order else x[0].index_select(1, index_BL.reshape(-1))
     return flat.unflatten(1, tuple(index_BL.shape)).transpose(0, 1)
 
 
 def repeated_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values [B, heads, L, head_dim], repeated for the queries that share them where SDPA needs it so.
+    """Return keys and values [B, heads, L, head_dim], repeated for the queries that share them if SDPA needs
+    it.
 
-    On GPUs, of SDPA's kernels for float32, for a mask and for heads above 256, only the one that writes the whole [L, L] matrix
-    takes shared heads; with heads of their own the memory-efficient one takes them. CPUs have one kernel for all.
+    On GPUs, for float32, a mask, or heads above 256, only the kernel that writes the whole [L, L] matrix
+    takes shared heads.
     """
     times = q.shape[1] // k.shape[1]
     if not q.is_cuda or times == 1:
@@ -123,7 +119,6 @@ def repeated_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def split_attention(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None) -> Tensor:
-    """Return the outputs [S, heads, head_dim] on a CPU, whose kernel of flash attention gives log-sum-exps too."""
     repeat = query.shape[1] // key.shape[1]
     if repeat > 1:
         key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
@@ -138,11 +133,11 @@ _flash_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cp
 
 
 class _SplitAttention(torch.autograd.Function):
-    """Attention in two parts. The gradient of each part needs the whole's output and log-sum-exp only.
+    """Attention in two parts.
 
-    With weights p = exp(score - lse), the gradient of a score is p (grad·v - grad·out), whichever part the key is in (Dao
-    et al. 2022, appendix B.2). So the kernel's own backward pass, called for a part of the keys with `out` and `lse` of
-    all, gives that part's share.
+    With weights p = exp(score - lse), the gradient of a score is p (grad·v - grad·out), whichever part the
+    key is in (Dao et al. 2022, appendix B.2). So the kernel's backward pass, called for a part of the keys
+    with `out` and `lse` of all, gives that part's share.
     """
 
     @staticmethod
@@ -210,7 +205,7 @@ class _SplitAttention(torch.autograd.Function):
 def block_by_block(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, keys: GatheredKeys, scaling: float | None
 ) -> Tensor:
-    """Return the outputs [S, heads, head_dim] of SDPA over one block after the other, each with its own copy of the keys."""
+    """Return the outputs [S, heads, head_dim] of SDPA over one block after the other."""
     queries = query.split(packing.lengths_N.tolist(), dim=2)
     copies = (gathered(x[0].transpose(0, 1), keys).split(keys.lengths_B.tolist()) for x in (key, value))
     outputs = []
@@ -224,13 +219,13 @@ def block_by_block(
 
 
 def gathered(x_SHD: Tensor, keys: GatheredKeys) -> Tensor:
-    """Return the keys or values of all blocks, [K, heads, head_dim]."""
     out: Tensor = _Gather.apply(x_SHD, keys.index_K)
     return out
 
 
 class _Gather(torch.autograd.Function):
-    """Copies of rows whose gradients are added up in float32: a prompt's keys get one share from every response."""
+    """Copies of rows whose gradients are added up in float32: a prompt's keys get one share from every
+    response."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
@@ -251,9 +246,11 @@ class _Gather(torch.autograd.Function):
 
 
 def takes_blocks_as_they_lie(query: Tensor, dropout: float) -> bool:
-    """Return whether a kernel for blocks on a flat axis takes this device, type and head size; torch's has no dropout.
+    """Return whether a kernel for blocks on a flat axis takes this device, type and head size; torch's has no
+    dropout.
 
-    The kernels refuse head sizes that are no multiple of 8 or above 256 (`mha_varlen_fwd` of torch's flash attention).
+    The kernels refuse head sizes that are no multiple of 8 or above 256 (`mha_varlen_fwd` of torch's flash
+    attention).
     """
     width = query.shape[-1]
     half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
@@ -261,11 +258,11 @@ def takes_blocks_as_they_lie(query: Tensor, dropout: float) -> bool:
 
 
 _flash_attn_is_wanted = True
-"""False once `choose_kernel` has named another kernel than that of an installed flash-attn 2."""
+"""False once `choose_kernel` has named another kernel."""
 
 
 def choose_kernel(name: str) -> None:
-    """Take the kernel that model.flash_attention names, in this process. Raises ConfigError for one that is not installed."""
+    """Take the kernel that model.flash_attention names. Raises ConfigError if it is not installed."""
     global _flash_attn_is_wanted
     _flash_attn_is_wanted = name == "auto"
     if name in ("auto", "torch"):
@@ -282,7 +279,7 @@ def choose_kernel(name: str) -> None:
 
 @functools.cache
 def _has_flash_attn() -> bool:
-    """Return whether flash-attn 2 is installed. The one of version 4 is a namespace package of that name, without this function."""
+    """flash-attn 4 is a namespace package of the same name, without this function."""
     spec = importlib.util.find_spec("flash_attn")
     return spec is not None and spec.origin is not None
 
@@ -314,10 +311,8 @@ def _blocks_as_they_lie(query: Tensor, key: Tensor, value: Tensor, packing: Pack
 
 
 def register(*, left_out: bool = False) -> None:
-    """Register `attn_implementation=ATTENTION_NAME` with transformers; `left_out` of what is compiled around it.
-
-    Its way depends on the sequences, so that a compiled layer is compiled before and behind it.
-    """
+    """Register `attn_implementation=ATTENTION_NAME` with transformers; `left_out` of what is compiled around
+    it."""
     from transformers import AttentionInterface
 
     # The decorator loads torch's compiler: only if something is compiled.

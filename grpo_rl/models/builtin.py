@@ -1,7 +1,5 @@
-"""Embedded models: small Qwen3 networks, one of them with experts, written as ordinary Hugging Face folders.
-
-Nothing is downloaded. A built folder is loaded by the very calls that load a user's model.
-"""
+"""Embedded models: small Qwen3 networks, one of them with experts, written as ordinary Hugging Face
+folders."""
 
 from __future__ import annotations
 
@@ -35,10 +33,10 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class WarmStart:
-    """A short supervised run that gives a random model its first ability; a fixed number of steps, so repeatable."""
+    """A supervised run of a fixed number of steps that gives a random model its first ability."""
 
     task: str
-    """Demonstrations: rows of this procedural task."""
+    """The procedural task whose rows are demonstrated."""
     num_steps: int
     batch_size: int
     lr: float
@@ -52,7 +50,7 @@ class Builtin:
 
     name: str
     version: int
-    """Raise it when the code that builds, or the task's code, changes what comes out."""
+    """Raise it if the code that builds, or the task's, changes what comes out."""
     warm_start: WarmStart
     hidden_size: int = 128
     intermediate_size: int = 256
@@ -63,38 +61,32 @@ class Builtin:
     vocab_size: int = 128
     max_position_embeddings: int = 2048
     initializer_range: float = 0.08
-    """Wider than the usual 0.02, which suits large models; a narrow one hardly moves for its first steps then."""
+    """The usual 0.02 suits large models; a small one hardly moves for its first steps then."""
     rope_theta: float = 100.0
-    """Usually 10,000 and more, for long texts; sums are a dozen characters, and every frequency counts."""
+    """Usually 10,000 and more, for long texts; sums are a dozen characters."""
     seed: int = 0
     num_experts: int = 0
-    """Experts in each layer, in place of its MLP: a Qwen3-MoE; 0 for a Qwen3."""
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
-    """The inner size of one expert."""
 
     @property
     def model_type(self) -> str:
-        """The family, as config.json names it."""
         return "qwen3_moe" if self.num_experts else MODEL_TYPE
 
     def content_hash(self) -> str:
-        """Return 16 hex digits that change whenever any setting, the vocabulary or the chat template does."""
+        """Return 16 hex digits that change with any setting, the vocabulary or the chat template."""
         settings = {name: value for name, value in dataclasses.asdict(self).items() if value or name not in _OF_EXPERTS}
         content = [settings, vocabulary(self.vocab_size), CHAT_TEMPLATE]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
-# Its demonstrations forget most carries, as a careless pupil does. So the warm-started model answers sums
-# without a carry right and others mostly wrong, while the right answer is among a few samples: what a
-# pretrained model is like before reinforcement learning, here by design instead of by the moment at
-# which training happened to stop.
+# Its demonstrations forget most carries. So it answers sums without a carry right and others mostly wrong, with
+# the right answer among a few samples, as a pretrained model does.
 _SUMS = WarmStart(
     "task:arithmetic?carrying=0.7&forgotten_carries=0.6", num_steps=400, batch_size=64, lr=3e-3, lr_warmup_steps=20
 )
 _BUILTINS = (
     Builtin("arithmetic", 5, _SUMS),
-    # A pupil of less than half the size, with the same careless demonstrations.
     Builtin("arithmetic_half", 1, _SUMS, hidden_size=80, intermediate_size=160),
     # A teacher for it: the first network, shown right sums only.
     Builtin("arithmetic_teacher", 1, replace(_SUMS, task="task:arithmetic?carrying=0.7", lr=2e-3)),
@@ -113,8 +105,7 @@ _BUILTINS = (
     ),
     # As many numbers per token, in two of eight experts: the smallest model with all that one with experts has.
     Builtin("arithmetic_experts", 1, _SUMS, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128),
-    # Shown games of a careless player, most of whose moves are random: it has learnt the form of a game, and that moves have
-    # something to do with answers.
+    # Most of the demonstrated moves are random: it knows the form of a game, and that moves depend on answers.
     Builtin(
         "word_game",
         2,
@@ -150,10 +141,6 @@ BUILTINS: dict[str, Builtin] = {spec.name: spec for spec in _BUILTINS}
 
 
 def get_builtin(name: str) -> Builtin:
-    """Return the embedded model `name`, with or without `builtin:` before it.
-
-    Raises ConfigError with the known names.
-    """
     try:
         return BUILTINS[name.removeprefix(PREFIX)]
     except KeyError:
@@ -162,13 +149,12 @@ def get_builtin(name: str) -> Builtin:
 
 
 def cache_folder(name: str) -> Path:
-    """Return the folder of the warm-started model, below the cache: its name and content hash. Raises as `cache`."""
     builtin = get_builtin(name)
     return cache() / "models" / f"{builtin.name}-{builtin.content_hash()}"
 
 
 def cache() -> Path:
-    """Return $GRPO_RL_CACHE, else ~/.cache/grpo_rl, else, if the home cannot be written, a folder among the temporary files.
+    """Return $GRPO_RL_CACHE, ~/.cache/grpo_rl, or a temporary folder if the home cannot be written.
 
     Raises ConfigError if nothing can be written there.
     """
@@ -183,7 +169,7 @@ def cache() -> Path:
 
 
 def _is_usable(folder: Path) -> bool:
-    """Return whether a folder, which is made if it is missing, has models or can be written."""
+    """Return whether a folder has models, or can be made and written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -192,9 +178,9 @@ def _is_usable(folder: Path) -> bool:
 
 
 def build(name: str, folder: Path) -> Path:
-    """Return `folder` after writing into it the randomly initialised model, its tokenizer and its generation settings.
+    """Write the randomly initialised model, its tokenizer and its generation settings into `folder`.
 
-    The same spec gives the same bytes of weights; the caller's random state is left alone.
+    The same spec gives the same bytes; the caller's random state is left alone.
     """
     builtin = get_builtin(name)
     folder.mkdir(parents=True, exist_ok=True)
@@ -208,7 +194,7 @@ def build(name: str, folder: Path) -> Path:
 
 
 def vocabulary(size: int) -> list[str]:
-    """Return the vocabulary: special tokens, printable ASCII, then reserved tokens, so that every id decodes."""
+    """Return special tokens, printable ASCII, then reserved tokens, so that every id decodes."""
     special = [PAD, END, UNKNOWN, *(f"<|{role}|>" for role in ROLES)]
     characters = [*string.digits, *sorted(set(string.printable[:95]) - set(string.digits)), "\n"]
     tokens = special + characters
@@ -218,7 +204,7 @@ def vocabulary(size: int) -> list[str]:
 
 
 def build_tokenizer(vocab_size: int) -> Any:
-    """Return a fast tokenizer of one token per character, and one per special token written as `<|name|>`."""
+    """Return a tokenizer of one token per character, and one per special token written as `<|name|>`."""
     from tokenizers import Tokenizer, decoders
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast
@@ -241,7 +227,7 @@ def build_tokenizer(vocab_size: int) -> Any:
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """Silence the progress bar that transformers draws even for writing one megabyte."""
+    """Silence transformers' progress bar for writing one megabyte."""
     from transformers.utils import logging
 
     was_enabled = logging.is_progress_bar_enabled()

@@ -1,10 +1,9 @@
-"""Models with experts: their routers' choices, how even these are, choices that are made again (router replay), and names in files.
+"""Models with experts: their routers' choices, how even these are, router replay, and names in files.
 
-A router gives each token a distribution over the experts of its layer, takes the `top_k` likeliest, and weighs their
-outputs by their probabilities. Which experts are taken is a jump: if two are nearly equal, the last bits decide, so that
-the same token may go other ways in two passes. Replay (R2 of Zheng et al. 2025, "Stabilizing reinforcement learning with
-LLMs", section 4; "routing replay" of GSPO, Zheng et al. 2025, section 5.3) takes the experts of an earlier pass again;
-their weights are the router's present probabilities, through which it goes on learning.
+Which `top_k` experts a router takes is a jump: if two are nearly equal, the last bits decide, and two passes
+may differ. Replay (R2 of Zheng et al. 2025, "Stabilizing reinforcement learning with LLMs", section 4;
+"routing replay" of GSPO, Zheng et al. 2025, section 5.3) takes the experts of an earlier pass again, weighted
+by the router's present probabilities, so that it goes on learning.
 """
 
 from __future__ import annotations
@@ -20,38 +19,38 @@ from torch import Tensor, nn
 
 @dataclass(slots=True)
 class Routed:
-    """The choices of the routers in one forward pass, at the states that are read: those before trained tokens.
+    """The routers' choices in one forward pass, at the states before trained tokens.
 
-    A prompt that several responses share runs once; its last state counts once for each of them, so that the sums do not
-    depend on what shares a pass.
+    A shared prompt's last state counts once for each response, so that sums do not depend on what shares a
+    pass.
     """
 
     counts_LE: Tensor
-    """The number of states that took each expert of each layer."""
+    """The number of states that took each expert."""
     entropy_L: Tensor
-    """The sum over the states of the entropy of each layer's router, in nats."""
+    """The sum over the states of the router's entropy, in nats."""
     changed_L: Tensor
-    """The number of states whose router prefers other experts than those that were given, without regard to their order."""
+    """The number of states whose router prefers another set of experts than was given."""
     probs: list[Tensor] = field(default_factory=list)
-    """The sum over the states of the router's probabilities [E], for each layer, with their gradient if one is asked for."""
+    """The sum over the states of the router's probabilities [E], for each layer."""
     chosen: list[Tensor] = field(default_factory=list)
     """The experts [S, K] that each computed token took, for each layer, if they are asked for."""
 
 
 @dataclass(slots=True)
 class _Pass:
-    """The settings of the forward pass that runs, or of the one whose layers are computed again for a gradient."""
+    """The settings of a forward pass, or of the one whose layers are computed again for a gradient."""
 
     read_T: Tensor
     given_SLK: Tensor | None
     balance: bool
     choices: bool
     routed: Routed | None
-    """None once the forward pass has ended: layers that are computed again do the same, and are not counted again."""
+    """None in layers that are computed again, which are not counted."""
 
 
 class Routing:
-    """The routers of one model, watched and steered by hooks on their outputs (logits, weights, experts)."""
+    """A model's routers, watched and steered by hooks on their outputs (logits, weights, experts)."""
 
     def __init__(self, routers: list[Any]) -> None:
         self.num_layers = len(routers)
@@ -64,7 +63,7 @@ class Routing:
 
     @staticmethod
     def of(lm: nn.Module) -> Routing | None:
-        """Return the routing of a model of a family with experts, None for any other."""
+        """None for a model without experts."""
         if getattr(getattr(lm, "config", None), "model_type", None) not in FAMILIES:
             return None
         # A layer's router is `mlp.gate`, with the number of experts; a dense layer of the same model has none.
@@ -76,8 +75,8 @@ class Routing:
     def begin(self, read_T: Tensor, given_SLK: Tensor | None, *, balance: bool, choices: bool) -> None:
         """Watch the forward pass that follows.
 
-        `read_T` are the positions of the states that count. `given_SLK` are the experts that tokens take, if they are
-        not `nothing_given`. `balance` keeps the gradient of `Routed.probs`, `choices` keeps `Routed.chosen`.
+        `read_T` are the positions of the states that count; `given_SLK` the experts that tokens take, if not
+        `nothing_given`. `balance` keeps the gradient of `Routed.probs`, `choices` keeps `Routed.chosen`.
         """
         device = read_T.device
         counts_LE = torch.zeros(self.num_layers, self.num_experts, dtype=torch.float64, device=device)
@@ -86,14 +85,13 @@ class Routing:
         self._pass = _Pass(read_T, given_SLK, balance, choices, self.last)
 
     def end(self) -> None:
-        """Note that the forward pass has ended; its layers may be computed again."""
         assert self._pass is not None
         self._pass.routed = None
 
     def _on_output(
         self, layer: int, router: Any, inputs: Any, output: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Count a router's output, and return another in its place where the experts are given."""
+        """Count a router's output, and replace it if experts are given."""
         current_pass = self._pass
         if current_pass is None:
             return None
@@ -131,12 +129,12 @@ class Routing:
 
 
 def choice_dtype(num_experts: int) -> torch.dtype:
-    """Return the smallest integer type for the numbers of experts, and for one number more: `nothing_given`."""
+    """Return the smallest integer type for the numbers of experts and `nothing_given`."""
     return torch.uint8 if num_experts < 256 else torch.int16
 
 
 def nothing_given(dtype: torch.dtype) -> int:
-    """Return the number that stands for no expert: a token with it takes those that its router chooses."""
+    """Return the number that lets a token take the experts that its router chooses."""
     return int(torch.iinfo(dtype).max)
 
 
@@ -144,17 +142,17 @@ def nothing_given(dtype: torch.dtype) -> int:
 
 
 def balance_loss(probs: list[Tensor], counts_LE: Tensor, num_states: int) -> Tensor:
-    """Return this pass's share of the auxiliary loss that keeps experts evenly used; the shares of all passes add up to it.
+    """Return this pass's share of the auxiliary loss that keeps experts evenly used; the shares of all passes
+    add up.
 
-    For each layer it is E Σ_e f_e P_e (Fedus et al. 2021, "Switch Transformers", equations 4 to 6), here averaged over the
-    layers. f_e is how many of the `num_states` states took expert e, over `num_states`; P_e is the mean of the router's
-    probability of e over them. f has no gradient, P has. At perfect balance the value is `top_k`, as transformers counts
-    (`load_balancing_loss_func`, whose f and P are means over layers too: experts that are overused in one layer and idle in
-    another cancel there, and do not here).
+    For each layer it is E Σ_e f_e P_e (Fedus et al. 2021, "Switch Transformers", equations 4 to 6), here
+    averaged over the layers. f_e is how many of the `num_states` states took expert e, over `num_states`; P_e
+    is the mean of the router's probability of e over them. f has no gradient. At perfect balance the value is
+    `top_k`, as in transformers' `load_balancing_loss_func`, whose f and P are means over layers too, so that
+    overused and idle experts of different layers cancel.
 
-    `counts_LE` and `num_states` are those of the whole mini-batch, over all ranks and passes (as in Qiu et al. 2025, "Demons
-    in the detail", section 3): a product of two means is not the sum of the products of their parts, so that with each
-    pass's own counts the loss would depend on how the mini-batch is cut.
+    `counts_LE` and `num_states` are those of the whole mini-batch, over all ranks and passes (as in Qiu et
+    al. 2025, "Demons in the detail", section 3): else the loss would depend on how the mini-batch is cut.
     """
     num_layers, num_experts = counts_LE.shape
     share_LE = counts_LE.to(probs[0].dtype) / max(1, num_states)
@@ -162,9 +160,9 @@ def balance_loss(probs: list[Tensor], counts_LE: Tensor, num_states: int) -> Ten
 
 
 def router_metrics(counts_LE: Tensor) -> dict[str, float]:
-    """Return how evenly a mini-batch's tokens went to the experts, averaged over layers, from the counts of all ranks.
+    """Return how evenly a mini-batch's tokens went to the experts, averaged over layers.
 
-    `load_max` is the count of the fullest expert of a layer over the mean (1 is perfect balance, E / top_k the worst);
+    `load_max` is the fullest expert's count over the mean (1 is perfect balance, E / top_k the worst);
     `idle_experts` the share of experts that no token took.
     """
     mean_L = counts_LE.mean(-1).clamp(min=1e-12)
@@ -178,17 +176,15 @@ def router_metrics(counts_LE: Tensor) -> dict[str, float]:
 
 
 FAMILIES = ("qwen3_moe", "olmoe")
-"""The `model_type` of each family with experts that this program trains."""
 _BOTH, _DOWN = "experts.gate_up_proj", "experts.down_proj"
 
 
 def holds_experts(name: str) -> bool:
-    """Return whether the parameter of this name has the weights of all experts of a layer."""
     return name.endswith((f".{_BOTH}", f".{_DOWN}"))
 
 
 def stored_tensors(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield a model's tensors by the names that files have: those of experts as views, one for each matrix of each expert."""
+    """Yield a model's tensors by the names that files have: one view for each matrix of each expert."""
     for name, tensor in named:
         if holds_experts(name):
             yield from per_expert(name, tensor)
@@ -197,7 +193,7 @@ def stored_tensors(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, T
 
 
 def per_expert(name: str, rows: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and view of each matrix in `rows`, which are experts `first` and following of the parameter `name`."""
+    """Yield name and view of each matrix in `rows`, the experts from `first` on of the parameter `name`."""
     place, _, kind = name.rpartition(".")
     for number, weights in enumerate(rows, start=first):
         if kind == "down_proj":

@@ -1,7 +1,5 @@
-"""Log-probabilities, entropies and exact KLs of trained tokens, and the one LM head.
-
-The body of the model runs on a flat axis of all tokens. The LM head (`models/lm_head.py`) runs only if a token is trained.
-"""
+"""Log-probabilities, entropies and exact KLs of trained tokens: the body on all tokens, the head on trained
+ones."""
 
 from __future__ import annotations
 
@@ -20,8 +18,6 @@ from grpo_rl.models.sequence_parallel import SequenceGroup, Slice
 
 @dataclass(slots=True)
 class TokenOutputs:
-    """The policy's quantities of each trained token."""
-
     logprobs_T: Tensor
     entropy_T: Tensor | None = None
     full_kl_T: Tensor | None = None
@@ -30,17 +26,13 @@ class TokenOutputs:
     hidden_TD: Tensor | None = None
 
     def whole(self, own: Slice) -> TokenOutputs:
-        """Return the quantities of all trained tokens, if these are of a rank's own. A collective of its group."""
+        """Return the quantities of all trained tokens from each rank's own. A collective of its group."""
         columns = (getattr(self, field.name) for field in fields(self))
         return TokenOutputs(*(None if column is None else own.whole(column) for column in columns))  # type: ignore[arg-type]
 
 
 class PackedModel(nn.Module):
-    """A model from transformers on packed sequences, and a head.
-
-    One module around body and head, so that FSDP's root unit has the head's weight gathered while it
-    is used.
-    """
+    """A model from transformers on packed sequences, and a head: one module, whose root unit FSDP gathers."""
 
     def __init__(self, lm: Any) -> None:
         super().__init__()
@@ -48,20 +40,17 @@ class PackedModel(nn.Module):
         use_fast_norms(lm)
         self.lm = lm
         self.adapters: Adapters | None = None
-        """The adapters that are trained in place of the model's own weights, once these are read."""
         self.routing = Routing.of(lm)
-        """The routers of a model with experts; None for any other."""
         self.sequence_group: SequenceGroup | None = None
-        """The ranks that compute each pass together, a slice of its tokens each; None: this rank computes all of it."""
+        """The ranks that compute each pass together; None: this rank computes all of it."""
 
     def sliced(self, sequences: Sequences) -> Sequences:
-        """Return the part of the input that this rank computes."""
         return sequences if self.sequence_group is None else sequences.sliced(self.sequence_group)
 
     def hidden_TD(self, sequences: Sequences, *, balance: bool = False, choices: bool = False) -> Tensor:
-        """Return the last hidden state before each trained token, which has read what the token was sampled from.
+        """Return the last hidden state before each trained token.
 
-        Of a model with experts `routing.last` shows what its routers did (see `Routing.begin` for `balance` and `choices`).
+        `balance` and `choices` are those of `Routing.begin`, for `routing.last`.
         """
         if self.routing is not None:
             self.routing.begin(sequences.predict_T, sequences.experts_SLK, balance=balance, choices=choices)
@@ -79,7 +68,7 @@ class PackedModel(nn.Module):
 
 
 class PolicyModel(PackedModel):
-    """A causal LM from transformers whose forward pass returns per-token quantities instead of logits."""
+    """A causal LM whose forward pass returns per-token quantities instead of logits."""
 
     def __init__(
         self,
@@ -93,7 +82,6 @@ class PolicyModel(PackedModel):
         self.temperature = temperature
         self.chunk_tokens = chunk_tokens
         self.precision = precision
-        """The precision of the head's matrix products, whose results are float32."""
 
     def forward(
         self,
@@ -111,12 +99,11 @@ class PolicyModel(PackedModel):
     ) -> TokenOutputs:
         """Return the outputs for each trained token, at the model's sampling temperature.
 
-        If the sequences say which tokens could be sampled, every distribution is the one over these: log-probs are
-        logit - logsumexp of their logits, and entropy and KL are sums over them.
+        If the sequences say which tokens could be sampled, every distribution is the one over these.
 
-        `ref_hidden_TD` with `ref_head_VD` (and `ref_bias_V`, if that head has one) asks for the exact
-        KL(policy || reference) as well; without a head of the reference it is this model's, which adapters leave alone.
-        `top` asks for the so many likeliest tokens, of the first so many ids, and `top_ids_TK` for the log-probs of these tokens.
+        `ref_hidden_TD` with `ref_head_VD` (and `ref_bias_V`) asks for the exact KL(policy || reference);
+        without a head of the reference it is this model's, which adapters leave alone. `top` asks for the so
+        many likeliest tokens, of the first so many ids, and `top_ids_TK` for the log-probs of these tokens.
         `balance` and `choices` are those of `hidden_TD`.
         """
         sequences = self.sliced(sequences)

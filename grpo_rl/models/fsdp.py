@@ -34,9 +34,10 @@ SHARD_BYTES = 5 << 30
 
 
 def mesh_of(device_type: str, group_size: int, timeout_s: float) -> DeviceMesh:
-    """Return the ranks that a model is sharded over: all, or groups of `group_size` consecutive ones with a replica each.
+    """Return the ranks that a model is sharded over: groups of `group_size` consecutive ones with a replica
+    each.
 
-    A size below 1, or of the whole set, makes one group (as verl's fsdp_size). All ranks of the set call it.
+    A size below 1, or of the whole set, makes one group (as verl's fsdp_size). A collective.
     """
     world_size = dist.get_world_size()
     if group_size < 1 or group_size >= world_size:
@@ -63,14 +64,14 @@ def shard(
     in_host_memory: bool = False,
     forward_prefetch: bool = False,
 ) -> None:
-    """Shard the policy's parameters over the last dimension of `mesh`, with gradients summed over all its ranks.
+    """Shard the policy's parameters over the last dimension of `mesh`, with gradients summed over all its
+    ranks.
 
-    Layers compute in `compute_dtype`; parameters, gradients and moments are float32. Embedding, final norm and LM head stay in
-    float32: the root unit has no lower precision, and the layers cast what they are given.
+    Layers compute in `compute_dtype`; parameters, gradients, moments, embedding, final norm and LM head are
+    float32.
 
-    `in_host_memory`: parameters, gradients and moments lie in host memory, and the optimizer steps there. A layer's parameters
-    come to the device to be gathered, and its gradients leave it when they are reduced. `forward_prefetch`: begin to gather a
-    layer's parameters when the layer before it begins, and not when that one's kernels are queued.
+    `in_host_memory`: parameters, gradients and moments lie in host memory, and the optimizer steps there.
+    `forward_prefetch`: begin to gather a layer's parameters when the layer before it begins.
     """
     # The inputs are cast by a hook of ours: up to torch 2.12 FSDP leaves those of a layer that is recomputed as they are.
     layer_precision = MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False)
@@ -104,12 +105,10 @@ def shard(
 def _cast_inputs(
     dtype: torch.dtype, layer: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a layer's inputs with floating tensors in this type: a hook before its forward pass."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, (inputs, options))
 
 
 def rests_in_half(layer: nn.Module, compute_dtype: torch.dtype) -> bool:
-    """Return whether frozen weights of a layer are kept in the half precision that it computes in."""
     if compute_dtype == torch.float32:
         return False
     return any(parameter.dtype == compute_dtype and not parameter.requires_grad for parameter in layer.parameters())
@@ -118,9 +117,9 @@ def rests_in_half(layer: nn.Module, compute_dtype: torch.dtype) -> bool:
 def materialize_from(
     policy: PackedModel, device: torch.device, read: Callable[[], None], *, in_host_memory: bool = False
 ) -> None:
-    """Give a sharded policy whose parameters have no storage what `read` fills in; what no file has starts at 0.
+    """Give a sharded policy storage, filled by `read`; what no file has starts at 0.
 
-    Not a collective: each rank reads for itself. Buffers keep the values that they were made with.
+    Not a collective: each rank reads for itself. Buffers keep their values.
     """
     _to_empty(policy, device, in_host_memory)
     with torch.no_grad():
@@ -130,10 +129,7 @@ def materialize_from(
 
 
 def _to_empty(policy: PackedModel, device: torch.device, in_host_memory: bool) -> None:
-    """Give a sharded policy on the meta device storage, the parameters of one that rests there in host memory.
-
-    Buffers are on the device and keep the values that they were made with.
-    """
+    """Give a sharded policy on meta storage. Buffers are on the device and keep their values."""
     buffers = {name: buffer.clone() for name, buffer in policy.named_buffers()}
     policy.to_empty(device=torch.device("cpu") if in_host_memory else device)
     for module_name, module in policy.named_modules():
@@ -142,9 +138,9 @@ def _to_empty(policy: PackedModel, device: torch.device, in_host_memory: bool) -
 
 
 def materialize(policy: PackedModel, whole: PackedModel | None, device: torch.device, *, in_host_memory: bool) -> None:
-    """Give a sharded policy on the meta device its storage, and every rank its part of rank 0's `whole` policy.
+    """Give a sharded policy on meta its storage, and every rank its part of rank 0's `whole` policy.
 
-    Buffers that are in no state dict (rotary tables) are copied from rank 0 as they are.
+    Buffers that are in no state dict (rotary tables) are copied from rank 0.
     """
     _to_empty(policy, device, in_host_memory)
     full_state: dict[str, Any] = {} if whole is None else whole.state_dict()
@@ -157,17 +153,14 @@ def materialize(policy: PackedModel, whole: PackedModel | None, device: torch.de
 
 
 def reshard(policy: PackedModel) -> None:
-    """Drop whole copies of parameters that a forward pass left behind: they go stale when shards are written."""
+    """Drop whole copies of parameters, which go stale when shards are written."""
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def full_tensor(tensor: Any) -> Tensor:
-    """Return the whole of a sharded tensor, or the tensor itself.
-
-    A collective: every rank calls it, or all others wait.
-    """
+    """Return the whole of a tensor. A collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -176,14 +169,11 @@ def named_full_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield Hugging Face names with whole tensors, with `aliases` a tied LM head too. A collective.
 
-    This is the sharded gather. Each rank holds a slice of every parameter; asking for one whole tensor makes all ranks
-    send their slices to each other, so all of them have to ask for the same tensors in the same order, also those whose
-    copy nothing reads. One tensor is whole at a time: the caller drops it before it asks for the next, and the memory
-    needed beside the shards is that of the largest. With one rank they are the parameters themselves, not copies.
+    All ranks ask for the same tensors in the same order, and one is whole at a time, if the caller drops it
+    before it asks for the next. With one rank they are the parameters themselves, not copies.
 
-    A slice that lies in host memory comes to `device` by itself, and each is cast to `dtype` before it travels: half as
-    many bytes as float32 if the receiver wants bfloat16, and the same values as of a cast afterwards. Of a model with
-    adapters it is the merged one, in new tensors: the base weights stay what they are.
+    A slice in host memory comes to `device` by itself, and is cast to `dtype` before it travels. Adapters are
+    merged, in new tensors.
     """
     reshard(policy)
     embedding = policy.lm.get_input_embeddings().weight
@@ -206,7 +196,6 @@ def named_full_tensors(
 
 
 def whole_adapters(policy: PackedModel, device: torch.device) -> dict[str, Tensor]:
-    """Return the whole adapter tensors in host memory, by their names in the language model. A collective."""
     reshard(policy)
     named = policy.lm.state_dict(keep_vars=True).items()
     return {name: _whole(tensor.detach(), device, None).to("cpu") for name, tensor in named if lora.is_adapter(name)}
@@ -222,10 +211,9 @@ def save_model(
 ) -> None:
     """Write a Hugging Face folder with float32 weights, by the rank that `writes`. A collective.
 
-    Files of at most `shard_bytes`, or one tensor, are written as their tensors are gathered: no more than one file and one
-    tensor is in host memory, except if transformers rearranges the weights of a family when it reads them.
-
-    An error of the disk is raised when all tensors have been gathered.
+    Files of at most `shard_bytes` are written as their tensors are gathered: no more than one file and one
+    tensor is in host memory, except if transformers rearranges a family's weights. An error of the disk is
+    raised at the end.
     """
     lm: Any = policy.lm
     if is_rearranged(lm):
@@ -243,7 +231,7 @@ def save_model(
 
 
 def _write_shards(named: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int) -> None:
-    """Write consecutive tensors into safetensors files, and if there are several the index that transformers reads."""
+    """Write consecutive tensors into safetensors files, and if there are several their index."""
     files: list[list[str]] = []
     shard: dict[str, Tensor] = {}
     size = total = 0
@@ -272,10 +260,9 @@ def _write_shards(named: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes
 
 
 def _merged(weight: Any, layer: Any, device: torch.device | None) -> Any:
-    """Return `W + (alpha / rank) B A`, sharded as W is. A collective.
+    """Return `W + (alpha / rank) B A` in float32, sharded as W is. A collective.
 
-    W and B have the same rows on the same rank, so each rank adds to its own, and only A, the smallest of the three, is
-    gathered for it. The sum is made in float32, before anything is cast.
+    W and B have the same rows on a rank, so only A, the smallest, is gathered.
     """
     a_RI, b_OR = lora.factors(layer)
     whole_RI = _whole(a_RI.detach(), device, None)
@@ -284,7 +271,6 @@ def _merged(weight: Any, layer: Any, device: torch.device | None) -> Any:
 
 
 def _like(tensor: Any, rows: Tensor) -> Any:
-    """Return a tensor of which this rank has these rows, sharded as `tensor` is."""
     if not isinstance(tensor, DTensor):
         return rows
     placed = tensor.device_mesh, tensor.placements
@@ -292,10 +278,7 @@ def _like(tensor: Any, rows: Tensor) -> Any:
 
 
 def _whole(tensor: Any, device: torch.device | None, dtype: torch.dtype | None) -> Tensor:
-    """Return the whole of a sharded tensor on this device and in this type (None: float32), cast before its slices travel.
-
-    A collective.
-    """
+    """Return the whole of a tensor on this device and in this type (None: float32). A collective."""
     target_dtype = (dtype or torch.float32) if tensor.is_floating_point() else tensor.dtype
     if not isinstance(tensor, DTensor):
         return tensor.to(device=device or tensor.device, dtype=target_dtype)

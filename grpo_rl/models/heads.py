@@ -19,8 +19,7 @@ KEY = "reward.reward_model.model_path"
 class ValueModel(PackedModel):
     """A model of the value of the state before each trained token: a float32 linear head on the body of `lm`.
 
-    The head starts at 0, so that before its first update the critic says 0 everywhere and GAE is the
-    discounted reward to go. `lm`'s own head is dropped.
+    The head starts at 0, so that before its first update GAE is the discounted reward to go.
     """
 
     def __init__(self, lm: Any) -> None:
@@ -31,10 +30,7 @@ class ValueModel(PackedModel):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, sequences: Sequences) -> Tensor:
-        """Return `values_T`.
-
-        The value of a response's first token is that of its prompt; later tokens are not looked at.
-        """
+        """Return `values_T`. That of a response's first token is that of its prompt."""
         sequences = self.sliced(sequences)
         # A copy, not a view: FSDP hooks the outputs and cannot hook views.
         values_T = self.head(self.hidden_TD(sequences).float())[:, 0].clone()
@@ -42,10 +38,8 @@ class ValueModel(PackedModel):
 
 
 class ScoreModel(PackedModel):
-    """A model of the float32 score at chosen tokens: the classification head's output for the text up to there.
-
-    At a sequence's last token this is the output of transformers' `...ForSequenceClassification`.
-    """
+    """A model of the float32 score at chosen tokens: at the last one it is `...ForSequenceClassification`'s
+    output."""
 
     def forward(self, sequences: Sequences) -> Tensor:
         """Return one score per entry of `sequences.predict_T`, the flat positions to score."""
@@ -56,7 +50,7 @@ class ScoreModel(PackedModel):
 
 
 def load_score_config(path: str, *, trust_remote_code: bool = False, trained: bool = False) -> Any:
-    """Return the transformers config of a reward model. One that is `trained` may start as a causal LM, and gets one label.
+    """Return a reward model's config. One that is `trained` may start as a causal LM, and gets one label.
 
     Raises ConfigError for one that does not give one score, or cannot be read.
     """
@@ -76,10 +70,10 @@ def load_score_config(path: str, *, trust_remote_code: bool = False, trained: bo
 
 
 def load_scorer(path: str, config: Any, *, trust_remote_code: bool = False, on_meta: bool = False) -> Any:
-    """Return the classification model with float32 weights and packed attention; `on_meta` without storage.
+    """Return the classification model with float32 weights (`on_meta` without storage) and packed attention.
 
-    The folder of a causal LM gives its body; the head is new and starts at 0, as the critic's does: every score is 0 before
-    the first update, and the loss of a pair log 2. Raises ConfigError for weights that are missing, and for a model that is no causal decoder.
+    On a causal LM's body the head is new and starts at 0. Raises ConfigError if weights are missing or the
+    model is no causal decoder.
     """
     from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 

@@ -1,15 +1,13 @@
 """Layers that a CPU computes in fewer passes: linear ones, and RMS norms.
 
-Linear layers go through oneDNN's matrix product, which torch uses for half precision only.
+Linear layers go through oneDNN's matrix product, which torch uses for half precision only. With AVX-512 it
+needs less time than MKL for float32 `x @ W.T` and the gradient of the input: 1.09 to 1.20 times as fast on
+one core of an AMD EPYC (`[2176, 320] x [320, 1024]` and four like it). The gradient of the weight stays with
+MKL, and so does everything with AVX2 alone (0.94 to 1.11). Only the order of sums differs.
 
-torch multiplies float32 matrices with MKL. With AVX-512 oneDNN needs less time for `x @ W.T` and for the gradient of the
-input: 1.09 to 1.20 times as fast on one core of an AMD EPYC (`[2176, 320] x [320, 1024]` and four like it), more on
-two cores. The gradient of the weight loses and stays with MKL. With AVX2 alone the two are equal (0.94 to 1.11), so MKL
-computes everything. Both compute in float32; the order of their sums differs.
-
-A norm of transformers is six operations, each of which reads and writes the whole activation, and about as many more in
-the backward pass. Here it is one function with a backward pass of its own: forward and backward of `[2048, 128]` took
-0.40 ms instead of 1.24 ms of one core of an AMD EPYC, of `[2048, 320]` 1.3 instead of 3.0.
+A norm of transformers is six operations over the whole activation; here it is one function with a backward
+pass of its own: both passes of `[2048, 128]` took 0.40 ms instead of 1.24 ms of that core, of `[2048, 320]`
+1.3 instead of 3.0.
 """
 
 from __future__ import annotations
@@ -25,12 +23,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 Precision = Literal["float32", "tf32", "bfloat16"]
-"""The rounding of the inputs of a product of float32 matrices: none, to 10 bits of mantissa, or to bfloat16's 7. Sums and
-results are float32 in all three."""
+"""The rounding of the inputs of a product of float32 matrices: none, to 10 bits of mantissa, or to bfloat16's
+7."""
 
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """Return `x @ weight_OI.T + bias_O` of [..., I], as torch's function of the name does."""
+    """Return `x @ weight_OI.T + bias_O` of [..., I]."""
     is_cpu_float32 = x.device.type == "cpu" and x.dtype == weight_OI.dtype == torch.float32
     # Torch's compiler has products of its own: it does not take oneDNN's if the weight may change.
     if is_cpu_float32 and x.numel() and _has_onednn() and not torch.compiler.is_compiling():
@@ -40,15 +38,12 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
 
 
 def use_fast_linear(model: nn.Module) -> None:
-    """Let every plain linear layer of `model` compute by `linear`. Subclasses have reasons of their own and stay."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = FastLinear
 
 
 class FastLinear(nn.Linear):
-    """torch's linear layer by another matrix product; parameters and state dict are the same."""
-
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)
 
@@ -56,7 +51,7 @@ class FastLinear(nn.Linear):
 def use_fast_norms(model: nn.Module) -> None:
     """Let every RMS norm of `model` that computes as Llama's does be one function on CPUs.
 
-    Of transformers' norms those do that call their epsilon `variance_epsilon`. Gemma's, which scale by 1 + weight, do not.
+    Those norms call their epsilon `variance_epsilon`. Gemma's, which scale by 1 + weight, do not.
     """
     for module in model.modules():
         kind: Any = type(module)
@@ -65,8 +60,6 @@ def use_fast_norms(model: nn.Module) -> None:
 
 
 class _OneNorm(nn.Module):
-    """The part of a norm's class that takes the place of its forward pass if it can."""
-
     weight: Tensor
     variance_epsilon: float
 
@@ -123,7 +116,6 @@ class _OneDnnLinear(torch.autograd.Function):
 
 
 def _product(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """Return `x @ weight_OI.T + bias_O`; the weight may be a transposed view."""
     return torch.ops.mkldnn._linear_pointwise(x, weight_OI, bias_O, "none", [], "")
 
 
@@ -133,14 +125,15 @@ def _has_onednn() -> bool:
 
 
 def rounded(x: Tensor, precision: Precision) -> Tensor:
-    """Return a float32 matrix as the products of this precision take it, for one that several of them read."""
+    """Round a float32 matrix as products of this precision do, for several that read it."""
     return x.detach().bfloat16() if precision == "bfloat16" else x.detach()
 
 
 def reduced_linear(
     x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, precision: Precision, rounded_OI: Tensor | None = None
 ) -> Tensor:
-    """Return `x @ weight_OI.T + bias_O` in float32, of inputs that are rounded as `precision` says; the gradients' products too.
+    """Return `x @ weight_OI.T + bias_O` in float32, of inputs rounded to `precision`; the gradients' products
+    too.
 
     `rounded_OI` is `rounded(weight_OI)`, if the caller has made it.
     """
@@ -167,10 +160,10 @@ class _ReducedLinear(torch.autograd.Function):
 
 
 def reduced_product(a: Tensor, b: Tensor, precision: Precision) -> Tensor:
-    """Return `a @ b` of two matrices in float32, of inputs that are rounded as `precision` says, or have been.
+    """Return `a @ b` of two matrices in float32, of inputs rounded to `precision`.
 
-    On a GPU tensor cores do it. Elsewhere the inputs are rounded and multiplied in float32, in which every product of two
-    rounded numbers is exact: the same values but for the order of the sums, and slower.
+    On a GPU tensor cores do it. Elsewhere rounded inputs are multiplied in float32, in which every product is
+    exact: the same values but for the order of the sums, and slower.
     """
     if precision == "bfloat16":
         a, b = rounded(a, precision), rounded(b, precision)
@@ -184,12 +177,12 @@ def reduced_product(a: Tensor, b: Tensor, precision: Precision) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor, precision: Precision) -> Tensor:
-    """Return `a @ b` of two matrices in float32, of inputs that are rounded as `precision` says; no gradient flows through."""
+    """Return `a @ b` of inputs rounded to `precision`; no gradient flows through."""
     return linear(a, b.t()) if precision == "float32" else reduced_product(a, b, precision)
 
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor, precision: Precision) -> Tensor:
-    """Return `total + a @ b`, in the place of a total that there is already."""
+    """Return `total + a @ b`, in place of `total`."""
     if total is None:
         return a @ b if precision == "float32" else reduced_product(a, b, precision)
     if precision == "bfloat16":  # whose sum in float32 only a product has, and not one with something to add to
@@ -204,7 +197,6 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor, precision: Precision
 
 @contextmanager
 def tf32() -> Iterator[None]:
-    """Allow tensor cores to round float32 inputs, inside of this context."""
     previous_precision = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
@@ -214,5 +206,5 @@ def tf32() -> Iterator[None]:
 
 
 def _rounded_to_tf32(x: Tensor) -> Tensor:
-    """Return float32 numbers of which the last 13 of 23 bits of mantissa are rounded away, ties away from zero."""
+    """Round away the last 13 of 23 bits of mantissa, ties away from zero."""
     return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)

@@ -1,8 +1,8 @@
 """The LM head: log-probabilities, entropies and exact KLs of trained tokens out of their hidden states.
 
-Logits are float32 whatever the layers compute in, and made chunk by chunk of tokens, so that those of `[tokens, vocabulary]`
-never exist at once. What a run needs of most tokens, the log-prob of the sampled one, has a backward pass of its own
-(`token_logprobs`); the rest is left to autograd, each chunk recomputed.
+Logits are float32, and made chunk by chunk: `[tokens, vocabulary]` never exists at once. The log-prob of the
+sampled token has a backward pass of its own (`token_logprobs`); the rest is left to autograd, each chunk
+recomputed.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from torch.utils.checkpoint import checkpoint
 from grpo_rl.models.linear import Precision, add_product, linear, product, reduced_linear, rounded
 
 Columns = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-"""Log-prob, entropy and KL to the reference of each trained token, log-probs and ids of several tokens in its place."""
+"""Log-prob, entropy, KL to the reference, and log-probs and ids of several tokens in each trained token's
+place."""
 Support = tuple[Tensor, Tensor]
 """Row in the chunk and id of every token that could be sampled there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """An LM head, with float32 logits whatever the layers compute in."""
+    """An LM head with float32 logits."""
 
     weight_VD: Tensor
     bias_V: Tensor | None
     temperature: float
     precision: Precision
     rounded_VD: Tensor
-    """The weight as products of this precision take it, rounded once for all chunks of a pass."""
+    """The weight as products of this precision take it, rounded once for a pass."""
 
     @classmethod
     def of(cls, weight_VD: Tensor, bias_V: Tensor | None, temperature: float, precision: Precision) -> Head:
         return cls(weight_VD, bias_V, temperature, precision, rounded(weight_VD.float(), precision))
 
     def detached(self) -> Head:
-        """Return the same head as a constant."""
         return replace(self, weight_VD=self.weight_VD.detach(), bias_V=None if self.bias_V is None else self.bias_V.detach())
 
     def scaled_TD(self, hidden_TD: Tensor) -> Tensor:
-        """Return the hidden states that the weight is multiplied with: over the temperature, for all logits at once."""
+        """Return the hidden states over the temperature, for all logits at once."""
         hidden_TD = hidden_TD.float()
         return hidden_TD if self.temperature == 1.0 else hidden_TD / self.temperature
 
     def logits_TV(self, hidden_TD: Tensor, left_out_TV: Tensor | None) -> Tensor:
-        """Return the logits over the temperature of all tokens but those that are left out, which have -inf."""
+        """Return the logits over the temperature; -inf for tokens that are left out."""
         bias_V = None if self.bias_V is None else self.bias_V.float() / self.temperature
         arguments = self.scaled_TD(hidden_TD), self.weight_VD.float(), bias_V
         if self.precision == "float32":
@@ -61,7 +61,6 @@ class Head:
         return logits_TV
 
     def logprobs_TV(self, hidden_TD: Tensor, left_out_TV: Tensor | None) -> Tensor:
-        """Return the log-probs of all tokens but those that are left out, which have -inf."""
         return self.logits_TV(hidden_TD, left_out_TV).log_softmax(dim=-1)
 
 
@@ -71,7 +70,7 @@ class Head:
 def token_logprobs(
     head: Head, hidden_TD: Tensor, target_T: Tensor, chunk_tokens: int, support: list[Support] | None = None
 ) -> Tensor:
-    """Return the log-prob of each target. `support`: for each chunk the tokens that could be sampled."""
+    """Return the log-prob of each target. `support` is for each chunk."""
     out: Tensor = _TokenLogprobs.apply(hidden_TD, head.weight_VD, head.bias_V, target_T, head.detached(), chunk_tokens, support)
     return out
 
@@ -79,9 +78,8 @@ def token_logprobs(
 class _TokenLogprobs(torch.autograd.Function):
     """log softmax(W h)[target], whose gradient of the logits is g (onehot(target) - p).
 
-    p - onehot is made where the probabilities lie, and g scales the other factor of each product, the hidden states: of
-    [tokens, vocabulary] the backward pass writes nothing else. Probabilities of several chunks are recomputed, those of one
-    alone are kept.
+    p - onehot is made where the probabilities lie, and g scales the hidden states: of [tokens, vocabulary]
+    the backward pass writes nothing else. Probabilities of several chunks are recomputed.
     """
 
     @staticmethod
@@ -142,7 +140,6 @@ def _left_out(head: Head, support: list[Support] | None, number: int, rows: slic
 
 
 def _left_out_TV(support: Support | None, num_tokens: int, vocabulary: int) -> Tensor | None:
-    """Return true for each token that could not be sampled; None if all could be."""
     if support is None:
         return None
     left_out_TV = torch.ones(num_tokens, vocabulary, dtype=torch.bool, device=support[1].device)
@@ -151,13 +148,12 @@ def _left_out_TV(support: Support | None, num_tokens: int, vocabulary: int) -> T
 
 
 def _chunks(num_tokens: int, chunk_tokens: int) -> list[tuple[int, slice]]:
-    """Return number and rows of each chunk; no tokens are one chunk of none."""
     starts = range(0, max(1, num_tokens), chunk_tokens)
     return [(number, slice(start, min(start + chunk_tokens, num_tokens))) for number, start in enumerate(starts)]
 
 
 def support_of_chunks(counts_T: Tensor | None, ids_M: Tensor | None, chunk_tokens: int) -> list[Support] | None:
-    """Return, for each chunk of trained tokens, row in the chunk and id of every token that could be sampled there."""
+    """Return, for each chunk, row and id of every token that could be sampled there."""
     if counts_T is None or ids_M is None:
         return None
     chunks, begin = [], 0
@@ -173,7 +169,7 @@ def support_of_chunks(counts_T: Tensor | None, ids_M: Tensor | None, chunk_token
 
 
 def in_chunks(columns: Callable[[int, slice], Columns], num_tokens: int, chunk_tokens: int) -> Columns:
-    """Return the columns of all trained tokens, of which `columns` makes those of a chunk, given its number and its rows.
+    """Return all trained tokens' columns from `columns`, called with number and rows of each chunk.
 
     With a gradient, each of several chunks is computed again in the backward pass.
     """

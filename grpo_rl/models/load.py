@@ -24,13 +24,14 @@ from grpo_rl.models.sharded_load import WeightFiles
 GENERATION_FILE = "generation_config.json"
 
 SCALED_LOGITS = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling")
-"""Settings of a model that change its logits in ways that the LM head and the attention here do not have."""
+"""Settings that change logits in ways that the LM head and the attention here do not have."""
 
 
 def load_config(
     path: str, *, trust_remote_code: bool = False, override: dict[str, Any] | None = None, key: str = POLICY_KEY
 ) -> Any:
-    """Return the model's transformers config with `override` applied; `key` is the setting that named the folder.
+    """Return the model's transformers config with `override` applied; `key` is the setting that named the
+    folder.
 
     Raises ConfigError for an unreadable folder, code that was not allowed, unknown override names, and
     features whose log-probs would be wrong here.
@@ -68,7 +69,7 @@ def load_config(
 
 
 def override_field(config: Any, key: str, value: Any) -> None:
-    """Set one field of a transformers config. Raises ConfigError for a field that it does not have, or of the wrong type."""
+    """Raises ConfigError for a field that the config does not have, or of the wrong type."""
     where = f"actor_rollout_ref.model.override_config.{key}"
     if callable(getattr(config, key, len)) or isinstance(getattr(type(config), key, None), property):
         raise ConfigError(f"{where}: {type(config).__name__} has no such field")
@@ -83,10 +84,8 @@ def _first_line(error: BaseException) -> str:
 
 
 def load_lm(path: str, config: Any, *, trust_remote_code: bool = False, on_meta: bool = False, key: str = POLICY_KEY) -> Any:
-    """Return an AutoModelForCausalLM with float32 weights and packed attention.
-
-    `on_meta` gives the same module whose parameters have no storage, for ranks that fill in their shards later.
-    """
+    """Return an AutoModelForCausalLM with float32 weights (`on_meta` without storage) and packed
+    attention."""
     from transformers import AutoModelForCausalLM
 
     if getattr(config, "tie_word_embeddings", False):
@@ -98,7 +97,8 @@ def load_lm(path: str, config: Any, *, trust_remote_code: bool = False, on_meta:
 
 
 def refuse_other_head(path: str, key: str = POLICY_KEY) -> None:
-    """Raise ConfigError if the files of a model whose config ties the LM head to the embedding have another head.
+    """Raise ConfigError if a model's config ties the LM head to the embedding and its files have another
+    head.
 
     transformers would take the files' word, and ranks that read their rows the config's.
     """
@@ -117,9 +117,9 @@ def refuse_other_head(path: str, key: str = POLICY_KEY) -> None:
 def packed_model(
     auto_class: Any, path: str, config: Any, *, trust_remote_code: bool, on_meta: bool, key: str, new: Collection[str] = ()
 ) -> Any:
-    """Return the model of this auto class in float32 with packed attention: its weights read, or `on_meta` no storage.
+    """Return the model of this auto class in float32 with packed attention; `on_meta` without storage.
 
-    Weights of the names `new` may be missing, and are 0 then. Raises ConfigError when others are not there.
+    Weights of the names `new` may be missing, and are 0 then. Raises ConfigError if others are missing.
     """
     attention.register()
     if on_meta:
@@ -155,10 +155,9 @@ def packed_model(
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Give parameters that are made inside of this context no storage; buffers, which files do not have, are computed.
+    """Give parameters that are made inside of this context no storage; buffers are computed.
 
-    A rotary table is a function of the model's config, so that every rank makes its own. A tied head stays the embedding's
-    parameter (accelerate's `init_empty_weights` makes two of them).
+    A tied head stays the embedding's parameter (accelerate's `init_empty_weights` makes two of them).
     """
     register = nn.Module.register_parameter
 
@@ -175,7 +174,6 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
-    """Return the AutoTokenizer of a model folder."""
     from transformers import AutoTokenizer
 
     try:
@@ -187,9 +185,9 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def save_lm(lm: Any, folder: Path, state: dict[str, Any]) -> None:
-    """Write the model's configs, and the weights in `state`, as transformers does, but generation settings as they were read.
+    """Write the model's configs and the weights in `state`, and generation settings as they were read.
 
-    transformers refuses to write those that it warns of when it reads them, as a temperature without do_sample.
+    transformers refuses to write those that it only warns of, as a temperature without do_sample.
     """
     from transformers import GenerationConfig
 
@@ -207,7 +205,6 @@ def save_lm(lm: Any, folder: Path, state: dict[str, Any]) -> None:
 
 
 def write_generation(settings: Any, folder: Path) -> None:
-    """Write generation settings of transformers, unchecked."""
     settings.to_json_file(folder / GENERATION_FILE, keys_to_pop=["compile_config"])
 
 
@@ -215,10 +212,7 @@ def write_generation(settings: Any, folder: Path) -> None:
 
 
 def recompute_layers(lm: Any, *, inputs_in_host_memory: bool = False) -> None:
-    """Let each decoder layer keep its input only, and be computed again in the backward pass.
-
-    The inputs of all layers are what is left of the activations then. With `inputs_in_host_memory` they wait there.
-    """
+    """Let each decoder layer keep its input only, perhaps in host memory, and compute it again backwards."""
     lm.gradient_checkpointing_enable({"use_reentrant": False})
     if inputs_in_host_memory:
         layer: Any
@@ -233,17 +227,13 @@ def _recomputed_from_host_memory(function: Callable[..., Any], *inputs: Any) -> 
 
 
 def compile_layers(lm: Any) -> None:
-    """Compile the forward pass of each decoder layer for sequences of any length, attention left out.
-
-    The passes of a run differ in length, so shapes are symbols. Parameters, hooks and names stay those of the module.
-    """
+    """Compile each decoder layer for sequences of any length, attention left out. Names and hooks stay."""
     attention.register(left_out=True)
     for layer in decoder_layers(lm):
         layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 def decoder_layers(lm: Any) -> list[nn.Module]:
-    """Return the transformer blocks, the units that FSDP shards and that are recomputed."""
     layers = getattr(lm.base_model, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise ConfigError(f"{type(lm).__name__} has no list of decoder layers that could be sharded")

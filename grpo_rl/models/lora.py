@@ -1,8 +1,9 @@
-"""LoRA: low-rank adapters beside frozen linear layers (Hu et al. 2021, arXiv 2106.09685, section 4.1), in peft's layers.
+"""LoRA: low-rank adapters beside frozen linear layers (Hu et al. 2021, arXiv 2106.09685, section 4.1), in
+peft's layers.
 
-A linear layer computes `W x + (alpha / rank) B A x`. W is the base model's and never changes; A ([rank, in]) and B ([out, rank])
-are trained. B begins at 0, so that a run begins with the base model. peft puts its layer where the linear one was:
-`q_proj.weight` becomes `q_proj.base_layer.weight`, with `q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight` beside.
+A layer computes `W x + (alpha / rank) B A x` with trained A ([rank, in]) and B ([out, rank]), which begins at
+0. peft renames `q_proj.weight` to `q_proj.base_layer.weight`, with `q_proj.lora_A.default.weight` and
+`q_proj.lora_B.default.weight` beside.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from grpo_rl.models.sharded_load import name_in_files
 from grpo_rl.models.shards import is_first_replica, local_of, rows_of
 
 FOLDER = "lora_adapter"
-"""The folder of the adapter inside of an exported model; verl's name."""
+"""Inside of an exported model; verl's name."""
 ALL_LINEAR = "all-linear"
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 """peft's names of an adapter's files."""
@@ -37,24 +38,22 @@ A_NAME, B_NAME = ".lora_A.default.weight", ".lora_B.default.weight"
 """The ends of the names of an adapter's two matrices, behind the name of the layer."""
 _PEFT_PREFIX = "base_model.model."
 _PLAIN = {"bias": "none", "use_dora": False, "use_rslora": False, "modules_to_save": None, "fan_in_fan_out": False}
-"""Settings of an adapter, with the values that it has here; another value stands for another function."""
+"""Settings of an adapter with the values that they have here; another value is another function."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """The adapters of a model: all that a checkpoint has to agree with, beside the names and shapes of its tensors."""
+    """What a checkpoint has to agree with, beside names and shapes."""
 
     rank: int
     alpha: int
     targets: tuple[str, ...]
-    """The names of the layers that have one, in the model's order."""
     base: str
-    """The name of the base model, as the configuration gives it."""
     base_digest: str = ""
-    """A digest of the base model's weights, the same however many ranks hold them."""
+    """The same however many ranks hold the base model's weights."""
 
     def check_fits(self, folder: Path, stored: dict[str, Any]) -> None:
-        """Raise CheckpointError if a checkpoint's adapters are not of this kind, or stand on another base model."""
+        """Raise CheckpointError if a checkpoint's adapters are of another kind or on another base model."""
         settings = json.loads(json.dumps(asdict(self)))
         words = {"rank": f"{_KEY}.lora_rank", "alpha": f"{_KEY}.lora_alpha"}
         wrong = [
@@ -74,9 +73,10 @@ class Adapters:
 
 
 def add_adapters(lm: Any, model: ModelConfig) -> None:
-    """Put adapters into a language model as the configuration says, and freeze everything else; on meta they are on meta.
+    """Put adapters into a language model, and freeze everything else; on meta they are on meta.
 
-    Their values are `initialize`'s. Raises ConfigError for layers that the model does not have or that cannot have one.
+    Their values are `initialize`'s. Raises ConfigError for layers that the model does not have or that cannot
+    have one.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -110,7 +110,6 @@ def add_adapters(lm: Any, model: ModelConfig) -> None:
 
 
 def refuse_quantized(settings: Any, model: ModelConfig) -> None:
-    """Raise ConfigError if a model's config has settings of quantized weights."""
     if settings is not None:
         raise ConfigError(
             f"{_KEY}.path={model.path}: its weights are quantized, and LoRA over such weights (QLoRA) is not here; "
@@ -119,9 +118,9 @@ def refuse_quantized(settings: Any, model: ModelConfig) -> None:
 
 
 def _check_layers(lm: Any, model: ModelConfig, where: str) -> None:
-    """Raise ConfigError for adapters at the LM head or the embedding, and for none at all, and for a name that is that of no layer.
+    """Raise ConfigError for adapters at LM head or embedding, for none at all, and for unknown names.
 
-    The LM head's weight is read without its layer (`forward.PolicyModel`), so an adapter there would not be computed.
+    The LM head's weight is read without its layer (`forward.PolicyModel`).
     """
     from peft.tuners.lora import LoraLayer
     from peft.tuners.lora.layer import Linear
@@ -148,15 +147,15 @@ def _check_layers(lm: Any, model: ModelConfig, where: str) -> None:
 
 
 def describe(lm: nn.Module, model: ModelConfig) -> Adapters:
-    """Return what the adapters of a model whose weights are there are. A collective, if the model is sharded."""
     return Adapters(model.lora_rank, model.lora_alpha, tuple(adapted_layers(lm)), model.path, base_digest(lm))
 
 
 @torch.no_grad()
 def initialize(lm: nn.Module, seed: int) -> None:
-    """Give the adapters their first values: A as peft does, uniform within 1 / sqrt(in) (He et al. 2015 with a = sqrt(5)); B 0.
+    """Give the adapters their first values: A uniform within 1 / sqrt(in), as peft (He et al. 2015 with a =
+    sqrt(5)); B 0.
 
-    Each A is drawn whole from a seed of its own, of which a rank takes its rows: the same values on any number of ranks.
+    Each A is drawn whole from a seed of its own, and a rank takes its rows: the same on any number of ranks.
     """
     for name, layer in adapted_layers(lm).items():
         a_RI, b_OR = factors(layer)
@@ -177,28 +176,23 @@ def _fill(parameter: Any, whole: Tensor) -> None:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """Return peft's layers by the names that the linear ones had; none of a model without adapters."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A") and hasattr(module, "scaling")}
 
 
 def factors(layer: Any) -> tuple[Any, Any]:
-    """Return the parameters A and B of an adapted layer."""
     return layer.lora_A["default"].weight, layer.lora_B["default"].weight
 
 
 def scaling(layer: Any) -> float:
-    """Return alpha / rank, the factor of B A."""
     return float(layer.scaling["default"])
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter of this name is an adapter's."""
     return name.endswith((A_NAME, B_NAME))
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Compute the base model inside of this context."""
     layers = adapted_layers(model).values()
     # peft's own switch (`enable_adapters`) also freezes the adapters, of which FSDP took note when it sharded them; 0.21's
     # `LoraLayer.forward` looks at this attribute alone.
@@ -213,10 +207,9 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def base_digest(lm: nn.Module) -> str:
-    """Return a digest of the frozen weights: of the sum of the bits of each tensor. A collective, if they are sharded.
+    """Return a digest of the frozen weights: of the sum of each tensor's bits in float32. A collective.
 
-    The bits are those of float32, whatever a tensor is kept in: bfloat16's numbers are among float32's. The sums of all ranks'
-    shards add up to the whole tensor's; of replicas the first one counts, and the others have 0.
+    The sums of all ranks' shards add up to the whole tensor's; replicas but the first count 0.
     """
     frozen = {name_in_files(name): parameter for name, parameter in lm.named_parameters() if not is_adapter(name)}
     sums = [
@@ -234,7 +227,7 @@ def base_digest(lm: nn.Module) -> str:
 
 
 def save_adapter(folder: Path, lm: Any, adapters: Adapters, tensors: dict[str, Tensor]) -> None:
-    """Write an adapter folder that `peft.PeftModel.from_pretrained` reads: whole adapter tensors by their names in `lm`."""
+    """Write an adapter folder that `peft.PeftModel.from_pretrained` reads, of whole tensors."""
     from peft import LoraConfig
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -263,7 +256,7 @@ def _shortest(lm: Any, targets: tuple[str, ...]) -> list[str]:
 
 @torch.no_grad()
 def load_adapter(lm: nn.Module, model: ModelConfig) -> None:
-    """Fill the adapters from a peft folder, each rank its rows. Raises ConfigError for one that does not fit."""
+    """Fill the adapters from a peft folder, each rank its rows. Raises ConfigError if it does not fit."""
     where = f"{_KEY}.lora_adapter_path={model.lora_adapter_path}"
     folder = Path(model.lora_adapter_path or "")
     check_adapter_folder(model)
@@ -288,7 +281,7 @@ def load_adapter(lm: nn.Module, model: ModelConfig) -> None:
 
 
 def check_adapter_folder(model: ModelConfig) -> None:
-    """Raise ConfigError for an adapter folder whose settings are not those of the configuration; its tensors are not read."""
+    """Raise ConfigError if an adapter folder's settings are not the configuration's."""
     where = f"{_KEY}.lora_adapter_path={model.lora_adapter_path}"
     folder = Path(model.lora_adapter_path or "")
     try:

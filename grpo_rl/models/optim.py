@@ -1,4 +1,4 @@
-"""AdamW, Muon, and the schedule of the learning rate."""
+"""AdamW (Loshchilov & Hutter 2019), Muon, and the schedule of the learning rate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from grpo_rl.models.shards import local_of, rows_of
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """Return the optimizer of the parameters that are trained, with weight decay on matrices only."""
     trained = [p for p in model.parameters() if p.requires_grad]
     if config.optimizer == "adamw":
         return _adamw(trained, config)
@@ -25,7 +24,6 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimiz
 
 
 def _adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
-    """Return AdamW (Loshchilov & Hutter 2019)."""
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
@@ -40,12 +38,13 @@ def _adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.A
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for the matrices of the transformer blocks, AdamW for embeddings, head and vectors, at one learning rate.
+    """Muon for the matrices of the transformer blocks, AdamW for embeddings, head and vectors, at one
+    learning rate.
 
-    The momentum of a matrix [m, n] is brought close to the nearest matrix with orthogonal rows or columns, times
-    0.2 sqrt(max(m, n)), so that an update is about as large as AdamW's at the same rate (Jordan et al., "Muon", 2024;
-    arXiv 2502.16982, section 2.2, eq. 4). Each matrix of a stack of experts is taken by itself. Every rank gathers a matrix whole,
-    computes the same update and keeps its rows, so that the number of ranks changes nothing but the rounding of the gradient's sum.
+    The momentum of a matrix [m, n] is brought close to the nearest matrix with orthogonal rows or columns,
+    times 0.2 sqrt(max(m, n)), so that an update is about as large as AdamW's (Jordan et al., "Muon", 2024;
+    arXiv 2502.16982, section 2.2, eq. 4). Each matrix of a stack of experts is taken by itself. Every rank
+    gathers the matrix, computes the same update and keeps its rows.
     """
 
     def __init__(self, matrices: list[nn.Parameter], others: torch.optim.AdamW, config: OptimConfig) -> None:
@@ -55,7 +54,6 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Take one step; there is no closure."""
         # Loading a state replaces both, so that they are shared anew here.
         self._others.state, self._others.param_groups = self.state, self.param_groups[1:]
         self._others.step()
@@ -74,11 +72,11 @@ class Muon(torch.optim.Optimizer):
 
 
 AVERAGE = "average"
-"""The name of a parameter's moving average among its moments, with which it is saved, restored and moved."""
+"""The name of a parameter's moving average among its moments."""
 
 
 def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
-    """Keep a moving average of the trained parameters: after the first step they themselves, later decay * average + (1 - decay) * them."""
+    """Keep a moving average of the trained parameters, which starts as they are after the first step."""
 
     @torch.no_grad()
     def update(*_: object) -> None:
@@ -93,7 +91,7 @@ def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
 
 @contextmanager
 def averaged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let the parameters be their moving averages inside of this context; before the first step they are what they are."""
+    """Let the parameters be their moving averages, if there are any, inside of this context."""
     with torch.no_grad():
         pairs = [
             (local_of(parameter), local_of(state[AVERAGE])) for parameter, state in optimizer.state.items() if AVERAGE in state
@@ -109,9 +107,10 @@ def averaged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Return the matrix, or each one of a stack [..., m, n], with its singular values brought near to 1 (0.7 to 1.2).
+    """Return each matrix [..., m, n] with its singular values brought near to 1 (0.7 to 1.2).
 
-    Five steps of the quintic Newton-Schulz iteration of Jordan et al. (2024), in bfloat16 on a GPU and float32 elsewhere.
+    Five steps of the quintic Newton-Schulz iteration of Jordan et al. (2024), in bfloat16 on a GPU and
+    float32 elsewhere.
     """
     x = matrix.to(torch.bfloat16 if matrix.is_cuda else torch.float32)
     tall = x.shape[-2] > x.shape[-1]
@@ -126,15 +125,14 @@ def orthogonal(matrix: Tensor) -> Tensor:
 def make_scheduler(
     optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """Return the schedule over `total_steps` optimizer steps; step once after every optimizer step."""
+    """Step it after every optimizer step."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(config, total_steps))
 
 
 def lr_factor(config: OptimConfig, total_steps: int) -> Callable[[int], float]:
     """Return the share of the peak learning rate at each optimizer step, counted from 0.
 
-    Warm-up rises linearly and reaches 1 at step `warmup`; the first step is already above 0, so that no
-    update is thrown away.
+    Warm-up rises linearly from above 0 and reaches 1 at step `warmup`.
     """
     warmup = config.lr_warmup_steps if config.lr_warmup_steps >= 0 else round(config.lr_warmup_steps_ratio * total_steps)
 

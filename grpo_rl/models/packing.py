@@ -1,12 +1,12 @@
-"""The flat axis of a forward pass: which tokens are computed, where their blocks lie, and which states are read.
+"""The flat axis of a forward pass: which tokens are computed, where their blocks lie, and which states are
+read.
 
-A *block* is a whole sequence, or the prompt that several sequences share, or what one of these sequences has after the prompt:
-that block *continues* the prompt's, and attends to it and to itself.
+A *block* is a whole sequence, the prompt that several sequences share, or what one of these has after the
+prompt: that block *continues* the prompt's, and attends to it and to itself.
 
-A prompt is computed once for all its responses. The state at a token depends on the tokens before it only, so the state at a
-prompt's token is the same in every response to that prompt, and its gradient is the sum of what the responses send back:
-computing it once changes neither. What comes after the last state that is read has no part in the result: if prompts are
-shared it is left out.
+A state depends only on the tokens before it, so a prompt's are the same in every response, and their gradient
+is the sum of what the responses send back: a prompt is computed once. If prompts are shared, what comes after
+the last state that is read is left out.
 """
 
 from __future__ import annotations
@@ -31,22 +31,21 @@ LEAST_SAVING = 0.04
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Flat token ids and where their trained tokens are, on one device: the input of a forward pass."""
+    """The input of a forward pass, on one device."""
 
     token_ids_S: Tensor
     packing: Packing
     predict_T: Tensor
-    """Flat position of the token before each trained token: its hidden state predicts the trained one."""
+    """Flat position of the token before each trained token, whose state predicts the trained one."""
     target_T: Tensor
-    """The trained tokens' ids."""
     support_counts_T: Tensor | None = None
     """The number of tokens each trained one was sampled from, on the CPU; None: from all."""
     support_ids_M: Tensor | None = None
-    """The ids of those tokens, one trained token's after the other's."""
+    """The ids of those tokens."""
     experts_SLK: Tensor | None = None
-    """The experts that each computed token takes in each layer, if they are those of an earlier pass."""
+    """The experts that each computed token takes, if they are those of an earlier pass."""
     place_S: Tensor | None = None
-    """The flat position at which each of the sequences' tokens is computed, -1 for one that is left out; on the CPU."""
+    """The flat position at which each of the sequences' tokens is computed, -1 if left out; on the CPU."""
     slice: Slice | None = None
     """This rank's slice, if several ranks compute a pass; all but `packing` are this slice's then."""
 
@@ -62,16 +61,14 @@ class Sequences:
         group_N: Tensor | None = None,
         experts_S: Tensor | None = None,
     ) -> Sequences:
-        """Return the input for sequences of `lengths_N` tokens, of which those at the flat `positions_T` are trained.
+        """Return the input for sequences of `lengths_N` tokens, of which those at the flat `positions_T` are
+        trained.
 
-        Those with the same `group_N` share the beginning that they have in common; None shares nothing. `experts_S` [S,
-        layers, top_k] are the experts of each of the sequences' tokens, if they are given.
+        Those with the same `group_N` share their common beginning; None shares nothing. `experts_S` [S,
+        layers, top_k] are given experts.
 
-        This is the shift, the only place where it is made. A causal model's hidden state at position t has read the
-        tokens up to t and predicts token t + 1. So the state that belongs to a trained token at position p is the one
-        at p - 1, in the same sequence; the state at p itself has already read the answer.
-
-        Raises ValueError for a trained token that is its sequence's first: no state comes before it.
+        The only shift: the hidden state at position t predicts token t + 1, so that of a trained token at p
+        is the one at p - 1. Raises ValueError for a trained token that is its sequence's first.
         """
         starts_T = torch.repeat_interleave(lengths_N.cumsum(0) - lengths_N, trained_lengths_N)
         within_T = positions_T - starts_T
@@ -91,7 +88,8 @@ class Sequences:
     def scored(
         token_ids_S: Tensor, lengths_N: Tensor, positions_P: Tensor, device: torch.device, group_N: Tensor | None = None
     ) -> Sequences:
-        """Return the input for sequences whose states at the flat, ascending `positions_P` are read: those are not shifted."""
+        """Return the input for sequences whose states at the ascending `positions_P` are read, without a
+        shift."""
         ends_N = lengths_N.cumsum(0)
         row_P = torch.bucketize(positions_P, ends_N, right=True)
         num_scores_N = torch.bincount(row_P, minlength=len(lengths_N))
@@ -99,10 +97,9 @@ class Sequences:
         return Sequences(*_laid_out(token_ids_S, layout, device), torch.empty(0, dtype=torch.long, device=device))
 
     def sliced(self, group: SequenceGroup) -> Sequences:
-        """Return this rank's slice of the input: its tokens, and of the trained ones those whose states it computes.
+        """Return this rank's slice: its tokens, and the trained tokens whose states it computes.
 
-        The state that predicts a trained token lies at the token before it. Which rank that is on decides, so that a response
-        may begin in one slice and go on in the next.
+        A state lies at the token before the trained one, so a response may go on in the next slice.
         """
         rank_slice = Slice(group, len(self.token_ids_S))
         # The choice is made in host memory: it decides shapes.
@@ -127,7 +124,6 @@ class Sequences:
 
 
 def _laid_out(token_ids_S: Tensor, layout: Layout, device: torch.device) -> tuple[Tensor, Packing, Tensor]:
-    """Return the computed tokens, their packing and the flat positions of the states that are read, on the device."""
     packing = Packing.of(layout.lengths_B, device, layout.continues_B)
     return to_device(token_ids_S[layout.source_S], device, torch.long), packing, to_device(layout.states_T, device)
 
@@ -137,24 +133,22 @@ def _laid_out(token_ids_S: Tensor, layout: Layout, device: torch.device) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Blocks of tokens on the flat axis of a forward pass; see the words above."""
+    """Blocks of tokens on the flat axis of a forward pass."""
 
     source_S: Tensor
-    """The place of each computed token among the sequences' tokens."""
     lengths_B: Tensor
     continues_B: Tensor | None
     """The block that each one continues, -1 for none; None if no block continues one."""
     states_T: Tensor
-    """The flat position of each state that is read."""
     place_S: Tensor
-    """The flat position at which each of the sequences' tokens is computed, -1 for one that is left out."""
+    """As `Sequences.place_S`."""
 
     @staticmethod
     def of(token_ids_S: Tensor, lengths_N: Tensor, within_T: Tensor, num_read_N: Tensor, group_N: Tensor | None) -> Layout:
-        """Return the layout of sequences of `lengths_N` tokens, of which the states at `within_T` are read.
+        """Return the layout of sequences of which the states at `within_T` are read.
 
-        `within_T` counts from each sequence's first token, `num_read_N` of them for each, ascending. Sequences with the
-        same `group_N` share what they have in common up to the first state that one of them reads; None shares nothing.
+        `within_T` counts from each sequence's first token, `num_read_N` for each, ascending. Sequences with
+        the same `group_N` share what they have in common up to the first state that is read.
         """
         ends_N = num_read_N.cumsum(0)
         reads_N = num_read_N > 0
@@ -173,7 +167,7 @@ class Layout:
 def _families(
     token_ids_S: Tensor, starts_N: Tensor, common_N: Tensor, needed_N: Tensor, group_N: Tensor
 ) -> list[tuple[list[int], int]]:
-    """Return the sequences of each group that share enough of their beginnings, and how many tokens they share."""
+    """Return the sequences that share enough of their beginnings, and how many tokens."""
     members: dict[int, list[int]] = {}
     for number, group in enumerate(group_N.tolist()):
         members.setdefault(group, []).append(number)
@@ -198,7 +192,7 @@ def _blocks(
     num_read_N: Tensor,
     families: list[tuple[list[int], int]],
 ) -> Layout:
-    """Return the blocks: each family's prompt and what its sequences have after it, then the sequences that share nothing."""
+    """Return each family's prompt and continuations, then the sequences that share nothing."""
     blocks: list[
         tuple[int, int, int]
     ] = []  # of each the place among the sequences' tokens, the length, the block that it continues
@@ -241,13 +235,12 @@ class Rectangles:
     """Blocks as padded rectangles, for kernels that take no variable lengths."""
 
     groups: tuple[Tensor, ...]
-    """Of each, the flat position [B, L] of each cell; padding cells repeat the row's last token and are never read back."""
+    """The flat position [B, L] of each cell; padding repeats the row's last token."""
     restore_S: Tensor
     """The row of each flat position in the groups' outputs laid end to end."""
 
     @staticmethod
     def of(lengths_N: Tensor, device: torch.device | str) -> Rectangles:
-        """Return the rectangles of blocks with these lengths, laid back to back."""
         lengths, starts_N = lengths_N.tolist(), lengths_N.cumsum(0) - lengths_N
         order = torch.argsort(lengths_N, descending=True, stable=True)
         groups: list[Tensor] = []
@@ -273,28 +266,26 @@ class Rectangles:
 
 @dataclass(frozen=True)
 class Packing:
-    """The places where the blocks of a flat axis begin and end, and their layout for attention."""
+    """Where the blocks of a flat axis begin and end, and their layout for attention."""
 
     position_ids_S: Tensor
     cumulative_lengths: Tensor
-    """int32 [num_blocks + 1], the form that variable-length kernels take."""
+    """int32 [num_blocks + 1]."""
     max_length: int
-    """The length of the longest sequence, the prompt that it continues included."""
+    """Of the longest sequence, the prompt that it continues included."""
     lengths_N: Tensor
-    """The blocks' lengths, on the CPU."""
     uniform: bool
-    """True if all blocks are equally long: the rectangle is a plain view."""
     families: tuple[tuple[slice, slice], ...] = ()
-    """The places of the prompts that are continued on the flat axis, and of all that continues each, which follows it directly."""
+    """Slices of each continued prompt, and of all that continues it, which follows directly."""
     keys: GatheredKeys | None = None
-    """The keys of each block, if there are families and attention runs over copies of them: not on CPUs."""
+    """The keys of each block, if attention runs over copies of them: not on CPUs."""
 
     @staticmethod
     def of(lengths_N: Tensor, device: torch.device | str = "cpu", continues_N: Tensor | None = None) -> Packing:
         """Return the packing of blocks with these lengths (each at least 1) laid back to back.
 
-        `continues_N` is the index of the block that each one continues, -1 for one that begins a sequence; blocks that
-        continue the same one follow it directly.
+        `continues_N` is the block that each one continues, -1 for none; those of one prompt follow it
+        directly.
         """
         lengths = lengths_N.tolist()
         if not lengths or min(lengths) < 1:
@@ -327,7 +318,7 @@ class Packing:
 
     @functools.cached_property
     def rectangles(self) -> Rectangles:
-        """The blocks as rectangles; made when a kernel first reads them, which those of variable length never do."""
+        """Made when a kernel first reads them."""
         return Rectangles.of(self.lengths_N, self.position_ids_S.device)
 
 
@@ -338,13 +329,10 @@ class GatheredKeys:
     index_K: Tensor
     """Flat position of each key, block after block."""
     cumulative_lengths: Tensor
-    """int32 [num_blocks + 1]."""
     lengths_B: Tensor
-    """The number of keys of each block, on the CPU."""
 
     @staticmethod
     def of(starts_N: Tensor, lengths_N: Tensor, continues_N: Tensor, device: torch.device | str) -> GatheredKeys:
-        """Return the keys of blocks that begin at `starts_N`; see `Packing.of`."""
         rows = list(zip(starts_N.tolist(), lengths_N.tolist(), continues_N.tolist(), strict=True))
         pieces = []
         for start, length, prompt in rows:

@@ -1,13 +1,12 @@
-"""Sequence parallelism: several ranks compute one pack of sequences, each a slice of its tokens (Ulysses, Jacobs et al. 2023).
+"""Sequence parallelism: several ranks compute one pack of sequences, each a slice of its tokens (Ulysses,
+Jacobs et al. 2023).
 
-Every layer but attention looks at one token at a time, so a rank runs it on its slice of the flat axis. Before attention each
-rank has all heads of its tokens; an exchange between the ranks of the group turns that into all tokens of some heads, in which
-whole sequences lie as they do without slices, and one after attention turns it back. The LM head runs on the trained tokens
-whose states the rank has. The losses need whole responses, so the ranks then add up their columns, one number for each trained
-token, and every rank has those of all.
+All layers but attention run on a rank's slice of the flat axis. Around attention, ranks exchange all heads of
+their tokens for all tokens of some heads. The LM head runs on the trained tokens whose states the rank has.
+The losses need whole responses, so the ranks add up their columns, and every rank has those of all.
 
-Gradients: the ranks of a group compute the same loss of the same columns, and each sends back what belongs to its own trained
-tokens. So a group's gradient is the sum over its ranks, as a batch's is over the ranks of any set, and nothing is divided.
+Gradients: all ranks of a group compute the same loss, and each sends back what belongs to its own trained
+tokens. So a group's gradient is the sum over its ranks, and nothing is divided.
 """
 
 from __future__ import annotations
@@ -29,15 +28,13 @@ from grpo_rl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class SequenceGroup:
-    """The ranks that compute one pack of sequences together, as this rank sees them."""
-
     group: Any
     rank: int
     size: int
 
     @staticmethod
     def join(size: int, timeout_s: float) -> SequenceGroup | None:
-        """Return this rank's group of `size` consecutive ranks; None if each rank is alone. All ranks of the set call it."""
+        """Return this rank's group of `size` consecutive ranks; None if each rank is alone. A collective."""
         if size == 1:
             return None
         world_size, rank = dist.get_world_size(), dist.get_rank()
@@ -57,7 +54,7 @@ class Slice:
     num_tokens: int
     """The tokens of all slices, without those that fill up."""
     own_T: Tensor | None = None
-    """The places, among all trained tokens, of those whose states this rank computes."""
+    """Indices, among all trained tokens, of those whose states this rank computes."""
     num_trained: int = 0
 
     @property
@@ -69,26 +66,24 @@ class Slice:
         return self.ranks.rank * self.length
 
     def of(self, values_S: Tensor) -> Tensor:
-        """Return this rank's slice of a column over all tokens, filled up with 0."""
         part = values_S[self.begin : self.begin + self.length]
         return F.pad(part, (0, self.length - len(part)))
 
     def own(self, values_T: Tensor | None) -> Tensor | None:
-        """Return a column's values of this rank's trained tokens."""
         return None if values_T is None or self.own_T is None else values_T[self.own_T]
 
     def whole(self, values_T: Tensor) -> Tensor:
-        """Return a column over all trained tokens, of which each rank of the group gives those of its own. A collective."""
+        """Return a column over all trained tokens from each rank's own. A collective."""
         out: Tensor = _AllColumns.apply(values_T, self.own_T, self.num_trained, self.ranks.group)
         return out
 
     # ---- around attention ------------------------------------------------------------------------------------
 
     def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return [1, heads / size, all tokens, d] of this rank's heads, for each of some [1, heads, own tokens, d].
+        """Return [1, heads / size, all tokens, d] for each [1, heads, own tokens, d]. A collective, one
+        message for all.
 
-        If there are fewer heads than ranks, as of keys and values that several query heads share, they are repeated first.
-        A collective, one message for all.
+        Fewer heads than ranks, as of shared keys and values, are repeated first.
         """
         size, parts = self.ranks.size, [self._for_ranks(tensor) for tensor in tensors]
         message = torch.cat([part.flatten(2) for part in parts], dim=2)
@@ -98,7 +93,8 @@ class Slice:
         return [piece.unflatten(1, part.shape[2:]).transpose(0, 1)[None] for piece, part in zip(pieces, parts, strict=True)]
 
     def to_tokens(self, out_SHD: Tensor) -> Tensor:
-        """Return [own tokens, heads, d] of an attention's outputs [all tokens, heads / size, d]. A collective."""
+        """Return [own tokens, heads, d] of an attention's outputs [all tokens, heads / size, d]. A
+        collective."""
         size = self.ranks.size
         filled = F.pad(out_SHD, (0, 0, 0, 0, 0, size * self.length - self.num_tokens))
         received: Tensor = _Exchange.apply(filled.unflatten(0, (size, self.length)), self.ranks.group)
@@ -114,17 +110,17 @@ class Slice:
 
 
 def repeats(num_heads: int, size: int) -> int:
-    """Return how often each head is repeated so that `size` ranks get equally many; 0 for none that has to be.
+    """Return how often each head is repeated so that `size` ranks get equally many.
 
-    The query heads that share a key head lie next to each other, and their number is a multiple of `size` and of the key
-    heads'. So every rank has the repeated key heads that its query heads read, in their order.
+    The query heads that share a key head are neighbours, and their number is a multiple of `size` and of the
+    key heads', so every rank has the key heads that its query heads read, in their order.
     """
     times = size // math.gcd(num_heads, size)
     return 0 if times == 1 else times
 
 
 class _Exchange(torch.autograd.Function):
-    """Rank i's part j becomes rank j's part i; the gradient goes the same way back."""
+    """Rank i's part j becomes rank j's part i, and the gradient's likewise."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
@@ -145,8 +141,6 @@ def _exchanged(parts: Tensor, group: Any) -> Tensor:
 
 
 class _AllColumns(torch.autograd.Function):
-    """The columns of all ranks as one. A rank's own part of the gradient is all that it sends back."""
-
     @staticmethod
     def forward(ctx: Any, values_T: Tensor, own_T: Tensor, num_trained: int, group: Any) -> Tensor:
         ctx.save_for_backward(own_T)

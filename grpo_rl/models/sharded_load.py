@@ -1,6 +1,6 @@
-"""Weights from safetensors files straight into shards: every rank reads its own rows of each tensor, and nothing else.
+"""Weights from safetensors files straight into shards: every rank reads its own rows of each tensor.
 
-No process ever holds the whole model: 70 billion parameters are 280 GB in float32, for each role that starts.
+No process holds the whole model: 70 billion parameters are 280 GB in float32, for each role that starts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def name_in_files(name: str) -> str:
-    """Return the name that a parameter has in files: a layer with an adapter has its own weight one level deeper."""
+    """Return a parameter's name in files, without an adapter's `base_layer`."""
     return name.replace(".base_layer.", ".")
 
 
@@ -33,7 +33,7 @@ class WeightFiles:
 
     @staticmethod
     def find(path: str) -> WeightFiles | None:
-        """Return the files by the names of their tensors; None if the weights are in files of another kind."""
+        """None if the weights are in files of another kind."""
         index = _file(path, _INDEX)
         if index is not None:
             names: dict[str, str] = json.loads(index.read_text())["weight_map"]
@@ -48,10 +48,9 @@ class WeightFiles:
             return WeightFiles(dict.fromkeys(opened.keys(), single))
 
     def fits(self, lm: Any, new: Sequence[str] = ()) -> bool:
-        """Return whether the files have every parameter of `lm` by its name and in its shape, but for those in `new`.
+        """Return whether the files have every parameter of `lm` but those in `new`, by name and shape.
 
-        The experts of a layer may be one tensor or many (`models/experts.py`). Otherwise transformers has to rename
-        or rearrange them, which it does to whole tensors.
+        Otherwise transformers has to rename or rearrange whole tensors.
         """
         if getattr(lm.config, "quantization_config", None) is not None or is_rearranged(lm):
             return False
@@ -65,7 +64,8 @@ class WeightFiles:
         return True
 
     def has_other_head(self) -> bool:
-        """Return whether the LM head in the files is another matrix than the embedding beside it, by some of its rows."""
+        """Return whether the LM head in the files is another matrix than the embedding, by some of its
+        rows."""
         heads = [name for name in self._file_of if name.endswith("lm_head.weight")]
         embeddings = [name for name in self._file_of if name.endswith("embed_tokens.weight")]
         if len(heads) != 1 or len(embeddings) != 1:
@@ -82,10 +82,8 @@ class WeightFiles:
             return any(not torch.equal(head[part].float(), embedding[part].float()) for part in rows)
 
     def _parts(self, names: list[str], rows: Tensor, first: int = 0) -> list[tuple[str, Tensor, int]]:
-        """Return the stored tensors that make the rows from `first` on of a parameter with these names.
-
-        For each its name, those of the rows that it makes, and where they begin in it; of a parameter that no file has, none.
-        """
+        """Return the stored tensors that make the rows from `first` on: name, rows, where they begin in the
+        tensor."""
         for name in names:
             if name in self._file_of:
                 return [(name, rows, first)]
@@ -95,7 +93,7 @@ class WeightFiles:
 
     @torch.no_grad()
     def read_into(self, lm: Any) -> None:
-        """Fill this rank's rows of every parameter of `lm` that has storage; those that no file has become 0."""
+        """Fill this rank's rows of every parameter that has storage; those that no file has become 0."""
         # Distributed tensors take a third of a controller's imports, and it only looks at the files' heads.
         from grpo_rl.models.shards import local_of, rows_of
 
@@ -116,9 +114,10 @@ class WeightFiles:
                     rows.copy_(opened.get_slice(name)[first : first + len(rows)])
 
     def whole_tensors(self, lm: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of `lm`'s state dict, for which it may be on meta, by the names that files have; one is read at a time.
+        """Yield the tensors of `lm`'s state dict by their names in files, one read at a time, experts one by
+        one.
 
-        A tied head comes under both of its names. Experts come one by one, whichever way the files have them.
+        `lm` may be on meta. A tied head comes under both of its names.
         """
         for names, tensor in _named(lm.state_dict(keep_vars=True).items()):
             for stored, _, _ in self._parts(names, tensor):
@@ -134,7 +133,6 @@ class WeightFiles:
             return tensor
 
     def stored_as(self, lm: Any, dtype: str) -> list[Any]:
-        """Return the parameters of `lm` that files have in this type, by safetensors' name for it: `BF16`, `F32`."""
         headers = self._headers()
         return [
             parameter
@@ -143,7 +141,6 @@ class WeightFiles:
         ]
 
     def _headers(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Return the shape and the type of every tensor."""
         headers: dict[str, tuple[tuple[int, ...], str]] = {}
         for path in set(self._file_of.values()):
             with safe_open(path, framework="pt") as opened:
@@ -163,7 +160,7 @@ def _named(tensors: Iterable[tuple[str, Any]]) -> list[tuple[list[str], Any]]:
 
 
 def is_rearranged(lm: Any) -> bool:
-    """Return whether transformers changes names or layouts of this model's weights when it reads them."""
+    """Return whether transformers renames or rearranges this model's weights when it reads them."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     if getattr(lm.config, "model_type", None) in FAMILIES:
@@ -174,7 +171,7 @@ def is_rearranged(lm: Any) -> bool:
 
 
 def _file(path: str, name: str) -> Path | None:
-    """Return a file of a model's folder or, for a name on the hub, of its cache; None if there is none."""
+    """Return a file of a model's folder or of its hub cache; None if there is none."""
     from transformers.utils.hub import cached_file
 
     if Path(path).is_dir():

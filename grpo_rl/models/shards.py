@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 
 def rows_of(tensor: Any) -> tuple[int, int]:
-    """Return the first and last (exclusive) row that this rank has of a tensor: FSDP2 cuts as `torch.chunk` does."""
+    """Return this rank's first and last (exclusive) row: FSDP2 cuts as `torch.chunk` does."""
     total = int(tensor.shape[0])
     if not isinstance(tensor, DTensor):
         return 0, total
@@ -24,10 +24,9 @@ def rows_of(tensor: Any) -> tuple[int, int]:
 
 
 def local_of(tensor: Any) -> Tensor:
-    """Return this rank's shard, or the tensor itself if it is whole."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def is_first_replica(tensor: Any) -> bool:
-    """Return whether this rank's rows of a tensor are in the first of the replicas that hold them, which stands for all."""
+    """Return whether this rank's rows are in the first of the replicas."""
     return not isinstance(tensor, DTensor) or tensor.device_mesh.ndim == 1 or tensor.device_mesh.get_local_rank(0) == 0

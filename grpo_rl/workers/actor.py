@@ -33,8 +33,6 @@ from grpo_rl.workers.trained_rank import TrainedRank, combined
 
 
 class ActorWorker(Teaches, TrainedRank[ActorSpec, PolicyModel]):
-    """One FSDP2 rank of the actor."""
-
     role = "actor"
 
     def __init__(self, spec: ActorSpec, rank: Rank) -> None:
@@ -53,7 +51,7 @@ class ActorWorker(Teaches, TrainedRank[ActorSpec, PolicyModel]):
         """What is to be computed of the passes of an optimizer step when it ends."""
         routing = self.model.routing
         self.routers = None if routing is None else RouterWatch(routing, spec, self.device, self._sequences)
-        """The watch over the routers of a model with experts; None for any other."""
+        """None for a model without experts."""
         if spec.ema_decay is not None:
             keep_average(self.optimizer, spec.ema_decay)
 
@@ -61,28 +59,27 @@ class ActorWorker(Teaches, TrainedRank[ActorSpec, PolicyModel]):
         return build_policy(self.spec.policy, self.rank, self.device)
 
     def logprobs(self, shard: Batch, micro_batches: Sequence[Rows]) -> tuple[bool, dict[str, Any]]:
-        """Return the current policy's log-probs of the micro-batches' trained tokens, as `as_block` does."""
         logprobs_T = self.per_token(shard, micro_batches)
         if self.routers is not None:
             self.routers.keep_choices(shard, micro_batches)
         return as_block({"logprobs_T": logprobs_T})
 
     def reference_logprobs(self, shard: Batch, micro_batches: Sequence[Rows], want_hidden: bool) -> tuple[bool, dict[str, Any]]:
-        """Return what a reference returns, by the base model under the adapters."""
+        """By the base model under the adapters."""
         with lora.adapters_off(self.model):
             return self.teacher_logprobs(shard, micro_batches, want_hidden)
 
     def teacher_logprobs(
         self, shard: Batch, micro_batches: Sequence[Rows], want_hidden: bool, top: tuple[int, int] | None = None
     ) -> tuple[bool, dict[str, Any]]:
-        """Return what a teacher returns, by the policy as it is."""
+        """By the policy as it is."""
         self.memory.load_weights()
         columns = self._taught(shard, micro_batches, want_hidden, top)
         self.memory.release()
         return as_block(columns)
 
     def average_logprobs(self, shard: Batch, *arguments: Any) -> tuple[bool, dict[str, Any]]:
-        """Return what a teacher returns, by the moving average of the policy's weights."""
+        """By the moving average of the policy's weights."""
         self.files.wait_for_copy()  # of a checkpoint, which is to have the weights themselves
         self.memory.load_all()
         fsdp.reshard(self.model)
@@ -168,7 +165,6 @@ class ActorWorker(Teaches, TrainedRank[ActorSpec, PolicyModel]):
         return outputs
 
     def _loss_input(self, outputs: TokenOutputs, batch: Batch) -> LossInput:
-        """Return the trained tokens' columns of a micro-batch, on this rank's device."""
         # Demonstrations have no advantages: each of their tokens counts alike.
         advantages_T = batch.token_advantages()
         if advantages_T is None:
@@ -185,7 +181,6 @@ class ActorWorker(Teaches, TrainedRank[ActorSpec, PolicyModel]):
         )
 
     def _reference_head(self) -> dict[str, Tensor | None]:
-        """Return the reference's LM head, which makes whole distributions of its hidden states on this rank."""
         head = language_model(self.spec.policy).get_output_embeddings()
         bias_V = None if head.bias is None else head.bias.detach().clone().to(self.device)
         return {"ref_head_VD": head.weight.detach().clone().to(self.device), "ref_bias_V": bias_V}
@@ -193,11 +188,10 @@ class ActorWorker(Teaches, TrainedRank[ActorSpec, PolicyModel]):
     # ---- weights for the rollout engines -----------------------------------------------------------------
 
     def connect(self, rendezvous: NcclRendezvous) -> None:
-        """Join the engines' process group, if weights travel by NCCL."""
         self.sender.connect(rendezvous)
 
     def begin_weight_sync(self) -> int:
-        """Get ready to hand out the weights; return their size in bytes as float32."""
+        """Return the size of the weights in bytes as float32."""
         if self.spec.sender.adapters_alone:
             adapters = fsdp.whole_adapters(self.model, self.device)
             self._buckets = self.sender.buckets(adapters.items())
@@ -208,27 +202,26 @@ class ActorWorker(Teaches, TrainedRank[ActorSpec, PolicyModel]):
         return sum(p.numel() * 4 for name, p in self.model.named_parameters() if not lora.is_adapter(name))
 
     def next_bucket(self) -> tuple[bool, WeightBucket | None]:
-        """Return whether there is another piece of the weights, and that. A collective: all ranks call it together."""
+        """Return whether there is another bucket, and that. A collective."""
         assert self._buckets is not None, "begin_weight_sync comes first"
         fault_point("actor.weights.bucket", rank=self.rank.rank)
         bucket = next(self._buckets, None)
         return bucket is not None, bucket
 
     def sent_digests(self) -> dict[str, str]:
-        """Return the digest of every tensor of the last transfer, if they are verified."""
         return self.sender.sent_digests()
 
     def end_weight_sync(self) -> None:
-        """Release what was held for the engines: buckets, and the memory that the allocator kept for them."""
+        """Release buckets, and the memory that the allocator kept for them."""
         self._buckets = None
         self.memory.release()
 
     # ---- the trained model ------------------------------------------------------------------------------
 
     def export(self, folder: str) -> None:
-        """Write the policy as a Hugging Face folder (model and configs; the controller adds the tokenizer).
+        """Write the policy as a Hugging Face folder without a tokenizer. A collective.
 
-        With adapters the model is the merged one, and the adapters are in a peft folder inside. A collective.
+        Adapters are merged, and in a peft folder inside.
         """
         try:
             with refusals(Path(folder), self.export_bytes()):

@@ -1,4 +1,4 @@
-"""The critic of PPO: the value of the state before each trained token, and the steps in which it learns the returns."""
+"""The critic of PPO: the value of the state before each trained token."""
 
 from __future__ import annotations
 
@@ -20,15 +20,12 @@ from grpo_rl.workers.trained_rank import TrainedRank
 
 
 class CriticWorker(TrainedRank[CriticSpec, ValueModel]):
-    """One FSDP2 rank of the critic."""
-
     role = "critic"
 
     def build(self) -> ValueModel:
         return build_sharded(self.spec.model, self.rank, self.device, ValueModel)
 
     def values(self, shard: Batch, micro_batches: Sequence[Rows]) -> tuple[bool, dict[str, Any]]:
-        """Return the value of the state before each trained token of the micro-batches, as `as_block` does."""
         return as_block({"values_T": self.per_token(shard, micro_batches)})
 
     def measure(self, batch: Batch | None) -> Tensor:
@@ -36,7 +33,6 @@ class CriticWorker(TrainedRank[CriticSpec, ValueModel]):
         return values_T
 
     def loss(self, batch: Batch | None, step: OptimizerStep) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return this micro-batch's share of the mean over the mini-batch's trained tokens."""
         values_T = self.measure(batch)
         if batch is None:
             return values_T.sum() * 0.0, {}

@@ -1,8 +1,5 @@
-"""The part of a model and its optimizer that lies on the device: more while a phase of the step works, less between phases.
-
-Several roles and the rollout engine may share one GPU, so a phase is over only when it has given back what it took. At rest
-a rank keeps its shards, and of these only what the configuration leaves on the device.
-"""
+"""The part of a model and its optimizer that lies on the device: more while a phase of the step works, less
+between."""
 
 from __future__ import annotations
 
@@ -19,9 +16,9 @@ from grpo_rl.models.forward import PackedModel
 class DeviceMemory:
     """Moves a model and its optimizer between the device and host memory.
 
-    `gives_back` says whether other processes wait for the device's memory: those of a GPU do. On a CPU a phase
-    leaves the gathered parameters where they are: the next one reads them again, and nothing else wants their memory.
-    With `in_host_memory` parameters and moments never leave host memory; FSDP brings each layer's to the device by itself.
+    If other processes wait for the memory (`gives_back`, on GPUs), a phase ends by giving back what it took.
+    With `in_host_memory` parameters and moments never leave host memory; FSDP brings each layer's to the
+    device.
     """
 
     def __init__(
@@ -40,24 +37,24 @@ class DeviceMemory:
         self.gives_back = device.type == "cuda"
         self._host = HostMemory()
         self._away = False
-        """True between `vacate` and `occupy`: a pass that runs then all the same finds its weights by `load_weights`."""
+        """True between `vacate` and `occupy`."""
 
     # ---- what a phase calls ------------------------------------------------------------------------------
 
     def load_weights(self) -> None:
-        """Bring the parameters to the device, and nothing else: a pass without gradients reads no optimizer state."""
+        """Without optimizer state, which a pass without gradients does not read."""
         if self.param_offload or self._away:
             self.move_weights(self.device)
 
     def load_all(self) -> None:
-        """Bring everything to the device that an optimizer step reads."""
         self.load_weights()
         # Also if it is configured to stay there: a checkpoint is restored into the memory where the parameters are.
         if self.gives_back or self.optimizer_offload:
             self.move_moments(self.device)
 
     def release(self) -> None:
-        """End a phase: drop gathered parameters, move what is configured to host memory, free what the allocator holds."""
+        """End a phase: drop gathered parameters, move what is configured to host memory, free the allocator's
+        cache."""
         if self.gives_back or self.param_offload:
             # The root keeps embedding, norm and head whole after a forward pass, and with one rank every layer does.
             fsdp.reshard(self.model)
@@ -70,7 +67,7 @@ class DeviceMemory:
     # ---- what the controller asks for while an engine is built on this device -----------------------------
 
     def vacate(self) -> None:
-        """Move everything to host memory, whatever the configuration keeps on the device."""
+        """Move everything to host memory."""
         fsdp.reshard(self.model)
         self.move_weights(torch.device("cpu"))
         self.move_moments(torch.device("cpu"))
@@ -88,7 +85,7 @@ class DeviceMemory:
     # ---- the moves ---------------------------------------------------------------------------------------
 
     def move_weights(self, device: torch.device) -> None:
-        """Move this rank's shards, and buffers. The parameters stay the same objects, which the optimizer refers to."""
+        """The parameters stay the same objects, which the optimizer refers to."""
         if self.in_host_memory:
             return
         # Under FSDP `_apply` also tells the sharding where its shards are now, as `Module.to` does.
@@ -96,7 +93,6 @@ class DeviceMemory:
         _finish(device)
 
     def move_moments(self, device: torch.device) -> None:
-        """Move the optimizer's moments."""
         if self.optimizer is None or self.in_host_memory:
             return
         for parameter, state in self.optimizer.state.items():
@@ -107,13 +103,12 @@ class DeviceMemory:
         _finish(device)
 
     def _moved(self, tensor: Tensor, device: torch.device, key: object, has_place: bool) -> Tensor:
-        """Return the tensor on a device. A parameter or moment that leaves a GPU has its own place in host memory."""
+        """A parameter or moment that leaves a GPU has its own place in host memory."""
         if device.type == "cpu" and tensor.device.type != "cpu" and has_place:
             return in_host_memory(tensor, self._host, key)
         return tensor.to(device, non_blocking=device.type != "cpu")
 
     def free_cache(self) -> None:
-        """Give memory that the allocator holds and nothing uses back to the device."""
         if self.device.type == "cpu":
             freed_memory.give_back()
         else:
@@ -131,6 +126,5 @@ def in_host_memory(tensor: Tensor, host: HostMemory, key: object) -> Tensor:
 
 
 def _finish(device: torch.device) -> None:
-    """Wait for copies to the host: what they are read from may be overwritten, and they may be read, after this."""
     if device.type == "cpu" and torch.cuda.is_initialized():
         torch.cuda.current_stream().synchronize()

@@ -1,7 +1,5 @@
-"""Instruments of a worker's process: memory, time and work of each phase, traces of torch's profiler.
-
-A phase is a call of a method that computes. Instruments lie around the call, so that no worker has to do with them.
-"""
+"""Instruments around the calls of a worker that compute: memory, time, operations, traces of torch's
+profiler."""
 
 from __future__ import annotations
 
@@ -30,15 +28,14 @@ PHASES = {
     "poll": "sampling",
     "save": "save",
 }
-"""The phase that each method belongs to. Methods that are not here are not measured."""
+"""The phase of each method that is measured."""
 PROFILED = frozenset({"update", "logprobs", "values", "scores"})
-"""The methods of which a trace is made: those that run a model."""
 GIB = 2**30
 
 
 @dataclass(slots=True)
 class PhaseMeasure:
-    """The cost of one phase in one process: seconds, operations, and the highest memory, in bytes by its kind."""
+    """Seconds, operations, and the highest memory, in bytes by its kind."""
 
     seconds: float = 0.0
     flops: float = 0.0
@@ -46,7 +43,7 @@ class PhaseMeasure:
 
 
 class Instruments:
-    """The instruments of one process. Calls that run side by side are measured together, under the first one's phase."""
+    """Calls that run side by side are measured together, under the first one's phase."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -57,7 +54,7 @@ class Instruments:
         self._running = 0
 
     def observe(self, folder: str | None) -> None:
-        """Write a trace of every call that runs a model into this folder from the next call on; None: no more."""
+        """Write traces into this folder from the next call on; None: no more."""
         self._folder = None if folder is None else Path(folder)
         self._num_traces.clear()
 
@@ -69,7 +66,7 @@ class Instruments:
 
     @contextlib.contextmanager
     def around(self, worker: Any, method: str) -> Iterator[None]:
-        """Measure the call that is made inside of this context, and trace it where that was ordered."""
+        """Measure and perhaps trace the call inside."""
         phase = PHASES.get(method)
         if phase is None:
             yield
@@ -110,7 +107,6 @@ class Instruments:
 
 
 def device_name() -> str | None:
-    """Return the name of this process's GPU; None where it uses none."""
     return str(_cuda().get_device_name()) if _on_gpu() else None
 
 
@@ -121,7 +117,7 @@ def _cuda() -> Any:
 
 
 def _on_gpu() -> bool:
-    """Return whether this process uses a GPU already: a look must not make it use one."""
+    """A look must not make the process use a GPU."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.cuda.is_initialized()
 
@@ -136,7 +132,7 @@ def _reset_peak() -> None:
 
 
 def _peak() -> dict[str, int]:
-    """Return the highest memory since the last reset, in bytes: what torch allocated and reserved, or the process's resident size."""
+    """Return the highest memory since the last reset, in bytes: torch's, or the resident size."""
     if _on_gpu():
         cuda = _cuda()
         return {"allocated": int(cuda.max_memory_allocated()), "reserved": int(cuda.max_memory_reserved())}

@@ -1,9 +1,8 @@
 """The floating point operations of a model's passes, counted as they are made.
 
-Counted is what the mathematics needs, as in model FLOPs utilization (Chowdhery et al. 2022, PaLM, Appendix B): two operations for
-each weight that a token is multiplied with, twice as many again in a backward pass, and attention over the tokens that are
-attended to. A prompt that several responses share counts once, as it is computed; what gradient checkpointing computes
-again does not count, for a run is no better for it.
+As in model FLOPs utilization (Chowdhery et al. 2022, PaLM, Appendix B): two operations for each weight that a
+token is multiplied with, twice as many again in a backward pass, and attention over the tokens attended to. A
+shared prompt counts once, what gradient checkpointing computes again not at all.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from grpo_rl.models.packing import Sequences
 
 
 class ModelWork:
-    """A count of the operations of some models' passes: this rank's, since the count was taken last."""
+    """The operations of this rank's passes since the last `take`."""
 
     def __init__(self, model: PackedModel, *others: PackedModel) -> None:
         self._others = [ModelWork(other) for other in others]
@@ -41,7 +40,6 @@ class ModelWork:
         model.register_forward_pre_hook(self._count)
 
     def take(self) -> float:
-        """Return the operations since the last call."""
         done, self._done = self._done, []
         return float(sum(float(part) for part in done)) + sum(other.take() for other in self._others)
 
@@ -57,15 +55,13 @@ class ModelWork:
 
 
 def _operations(weights: Iterable[tuple[Tensor, float]]) -> tuple[float, float]:
-    """Return the operations on one token with these shares of weights: forwards, and forwards and backwards.
-
-    Backwards, a weight that is not trained has no gradient of its own.
-    """
+    """Return the operations on one token with these shares of weights: forwards, and forwards and
+    backwards."""
     sizes = [(share * weight.numel(), weight.requires_grad) for weight, share in weights]
     return sum(2.0 * size for size, _ in sizes), sum((6.0 if trained else 4.0) * size for size, trained in sizes)
 
 
 def _active_share(name: str, config: Any) -> float:
-    """Return the share of a parameter that each token is multiplied with: of experts, those that a token goes to."""
+    """Of experts, those that a token goes to."""
     num_experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     return config.num_experts_per_tok / num_experts if num_experts and ".experts." in name else 1.0

@@ -1,4 +1,4 @@
-"""Frozen models, log-probs on request: the reference policy (of iterated training a copy of the policy), or the teachers."""
+"""Frozen models, log-probs on request: the reference policy or the teachers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from grpo_rl.workers.specs import PolicySpec, Rank, Rows
 
 
 class ReferenceWorker(Teaches, Saves):
-    """One rank of the reference, or of all teachers."""
-
     def __init__(self, specs: Sequence[PolicySpec], rank: Rank, *, offload: bool) -> None:
         self.device = join_set(rank, in_host_memory=specs[0].in_host_memory)
         self.share_prompts = specs[0].share_prompts
@@ -41,7 +39,7 @@ class ReferenceWorker(Teaches, Saves):
         top: tuple[int, int] | None = None,
         model: int = 0,
     ) -> tuple[bool, dict[str, Any]]:
-        """Return what `taught` does, by this one of the models, as `as_block` does."""
+        """Return what `taught` does, by this one of the models."""
         fault_point("reference.logprobs")
         self.memories[model].load_weights()
         columns = self.taught(self.policies[model], shard, micro_batches, want_hidden, top)
@@ -49,17 +47,15 @@ class ReferenceWorker(Teaches, Saves):
         return as_block(columns)
 
     def vacate(self) -> None:
-        """Move everything to host memory, so that an engine can be built on this device."""
         for memory in self.memories:
             memory.vacate()
 
     def occupy(self) -> None:
-        """Bring back what belongs on the device."""
         for memory in self.memories:
             memory.occupy()
 
     def update(self, weights: dict[str, Tensor]) -> None:
-        """Take over the weights of an actor's rank in the same place of a set of the same size, as iterated training does."""
+        """Take over the weights of an actor's rank in the same place of a set of the same size."""
         self.files.wait_for_copy()
         fsdp.reshard(self.policies[0])
         put_weights(weights, self.policies[0])

@@ -1,4 +1,4 @@
-"""The reward model: scores of whole sequences or of the ends of their steps, with frozen weights or with trained ones."""
+"""The reward model: scores of whole sequences or of the ends of their steps."""
 
 from __future__ import annotations
 
@@ -25,19 +25,17 @@ from grpo_rl.workers.specs import OptimizerStep, PolicySpec, Rank, RewardModelSp
 from grpo_rl.workers.trained_rank import TrainedRank
 
 _DUMMY = ScoreBatch(torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.long), torch.tensor([0]))
-"""The input of a rank without work: it runs the layers all the same, so that every rank enters every collective."""
+"""A rank without work runs the layers all the same, so that every rank enters every collective."""
 
 
 class Scores:
-    """The part of a rank that scores sequences with the weights it has."""
-
     model: ScoreModel
     memory: DeviceMemory
     device: torch.device
 
     @torch.no_grad()
     def scores(self, micro_batches: Sequence[ScoreBatch | None]) -> list[Tensor | None]:
-        """Return, for each micro-batch, the float32 scores at its positions; None for an empty one."""
+        """Return each micro-batch's float32 scores at its positions; None for an empty one."""
         trained = self.model.training
         self.memory.load_weights()
         self.model.eval()
@@ -51,8 +49,6 @@ class Scores:
 
 
 class RewardModelWorker(Scores):
-    """One rank of the worker group of a frozen reward model."""
-
     def __init__(self, spec: RewardModelSpec, rank: Rank) -> None:
         self.device = join_set(rank)
         self.model = _build(spec, rank, self.device)
@@ -68,11 +64,7 @@ class RewardModelWorker(Scores):
 
 
 class TrainedRewardModelWorker(Scores, TrainedRank[TrainedRewardModelSpec, ScoreModel]):
-    """One FSDP2 rank of a reward model that is trained, and scores rollouts with the weights it has.
-
-    The trained tokens of its batches are those at which a score stands: the model's score at position p has read the tokens
-    up to p, that one included.
-    """
+    """The trained tokens of its batches are those at which a score stands, which has read that token too."""
 
     role = "reward_model"
 
@@ -80,7 +72,6 @@ class TrainedRewardModelWorker(Scores, TrainedRank[TrainedRewardModelSpec, Score
         return _build(self.spec.scorer, self.rank, self.device, checkpointing=self.spec.train.enable_gradient_checkpointing)
 
     def position_scores(self, shard: Batch, micro_batches: Sequence[Rows]) -> tuple[bool, dict[str, Any]]:
-        """Return the score at each trained token of the micro-batches, as `as_block` does."""
         return as_block({"scores_T": self.per_token(shard, micro_batches)})
 
     def measure(self, batch: Batch | None) -> Tensor:
@@ -94,7 +85,7 @@ class TrainedRewardModelWorker(Scores, TrainedRank[TrainedRewardModelSpec, Score
         return scores_T
 
     def loss(self, batch: Batch | None, step: OptimizerStep) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return this micro-batch's share of the mean over all pairs, or over all labelled steps."""
+        """Over all pairs, or over all labelled steps."""
         scores_T = self.measure(batch)
         if batch is None:
             return scores_T.sum() * 0.0, {}
@@ -109,7 +100,6 @@ class TrainedRewardModelWorker(Scores, TrainedRank[TrainedRewardModelSpec, Score
         return loss, {"share/loss": loss.detach()} | {f"share/{name}": value_K.sum() / total for name, value_K in stats.items()}
 
     def _pair_loss(self, scores_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of each pair; each rollout has one score."""
         assert batch.chosen_N is not None
         pairs = Pairs.of(batch.group_N, values(batch.chosen_N))
         chosen_P, rejected_P = pairs.chosen_P.to(self.device), pairs.rejected_P.to(self.device)
@@ -119,10 +109,7 @@ class TrainedRewardModelWorker(Scores, TrainedRank[TrainedRewardModelSpec, Score
         return bradley_terry(scores_T[chosen_P], scores_T[rejected_P], margin_P=margin_P, center_coef=center_coef)
 
     def export(self, folder: str) -> None:
-        """Write a Hugging Face folder with a classification head of one label; the controller adds the tokenizer.
-
-        A collective.
-        """
+        """Write a Hugging Face folder with a head of one label and no tokenizer. A collective."""
         with refusals(Path(folder), self.export_bytes()):
             fsdp.save_model(self.model, Path(folder), self.device, writes=self.rank.rank == 0)
         self.memory.free_cache()
@@ -133,7 +120,7 @@ def _sequences(batch: ScoreBatch, device: torch.device) -> Sequences:
 
 
 def _build(spec: RewardModelSpec, rank: Rank, device: torch.device, *, checkpointing: bool | None = None) -> ScoreModel:
-    """Return the model, sharded over the worker group. `checkpointing` is None for a frozen model."""
+    """`checkpointing` is None for a frozen model."""
     trained, own_code = checkpointing is not None, spec.trust_remote_code
 
     def read(on_meta: bool) -> Any:

@@ -39,13 +39,10 @@ _IDLE_WAIT_S = 1.0
 class RolloutWorker:
     """One engine and the thread that steps it.
 
-    The engine lives in that thread alone. Every other call is handed over and runs between two steps, so
-    methods may be called from any number of threads; each waits at most `call_timeout_s`. An error that a
-    call makes is raised to its caller and the worker goes on; an error in a step ends the worker, and
-    every later call raises it. Building the engine may take `start_timeout_s`.
-
-    Between the start and the end of a weight update the engine holds tensors of two versions; the thread takes
-    buckets then and steps no further, and goes on with the unfinished requests afterwards.
+    The engine lives in that thread alone. Other calls run between two steps, from any number of threads; each
+    waits at most `call_timeout_s`. An error of a call is raised to its caller; an error in a step ends the
+    worker, and every later call raises it. During a weight update the thread takes buckets and steps no
+    further.
     """
 
     def __init__(self, spec: EngineSpec, start_timeout_s: float, call_timeout_s: float) -> None:
@@ -59,17 +56,16 @@ class RolloutWorker:
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._ended: list[Completion] = []
         self._has_more = False
-        """True if the engine had unfinished requests after its last step."""
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._closed = False
         self._updating = False
-        """True while a weight update is under way; read and written in the engine's thread."""
+        """Read and written in the engine's thread."""
         self._late: list[Request] = []
-        """Requests that came meanwhile."""
+        """Requests that came during an update."""
         self._decode = response_decoder(spec)
         self._merge: AdapterMerge | None = None
-        """If adapters arrive alone: what adds them to the model's own weights."""
+        """Adds adapters that arrive alone to the model's weights."""
         if spec.adapter_scaling is not None:
             from grpo_rl.rollout.adapter_merge import AdapterMerge
 
@@ -86,7 +82,7 @@ class RolloutWorker:
     # ---- sampling ----------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue the requests; ValueError, and none is queued, when one of them does not fit."""
+        """Raises ValueError, and queues none, if one of the requests does not fit."""
         self._call("submit", lambda engine: self._add(engine, requests))
         fault_point("rollout.submitted")
 
@@ -99,11 +95,10 @@ class RolloutWorker:
     def poll(
         self, timeout_s: float, min_batch_s: float = 0.005, longest_batch_s: float = 0.0, enough: int = 1
     ) -> list[Completion]:
-        """Return what ended since the last poll, with its text: as soon as there is something, or nothing after `timeout_s`.
+        """Return what ended since the last poll, as soon as there is something, or nothing after `timeout_s`.
 
-        It waits `min_batch_s` more after the first one, so that responses which end together travel together, and up to
-        `longest_batch_s` while there are fewer than `enough` and the engine has others. They are decoded in the caller's
-        thread: the engine does not wait for it, and the replicas decode side by side.
+        It waits `min_batch_s` more after the first, and up to `longest_batch_s` while there are fewer than
+        `enough` and the engine has others. Texts are decoded in the caller's thread.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -125,16 +120,13 @@ class RolloutWorker:
     def report(
         self, further: Sequence[Request], timeout_s: float, longest_batch_s: float, enough: int
     ) -> tuple[list[Report], Block]:
-        """Queue further requests; return what `poll` returns as two objects: reports for the controller, and all tokens.
-
-        The tokens stay in the object store, where the ranks that train on them fetch them.
-        """
+        """Queue further requests; return what `poll` returns as reports, and tokens that stay in the object
+        store."""
         if further:
             self.submit(further)
         return pack(self.poll(timeout_s, longest_batch_s=longest_batch_s, enough=enough))
 
     def abort_all(self) -> None:
-        """Forget every unfinished request, and what ended but was not polled."""
         self._call("abort_all", self._abort)
 
     # ---- weights and memory ------------------------------------------------------------------------
@@ -143,7 +135,6 @@ class RolloutWorker:
         self._call("connect", lambda engine: engine.connect(rendezvous))
 
     def updates_in_flight(self) -> bool:
-        """Return whether weights may be updated while requests are unfinished."""
         return self._call("updates_in_flight", lambda engine: engine.updates_in_flight)
 
     def start_weight_update(self, version: int) -> None:
@@ -188,7 +179,7 @@ class RolloutWorker:
         self._call("wake_up", lambda engine: engine.wake_up(what))
 
     def stats(self) -> Metrics:
-        """Return, since the start: responses, tokens and engine steps, and the seconds in which the engine was sampling."""
+        """Return responses, tokens, engine steps, and seconds of sampling since the start."""
         with self._changed:
             return {
                 "num_responses": float(self._num_responses),
@@ -198,17 +189,19 @@ class RolloutWorker:
             }
 
     def activity(self) -> tuple[str, float, float | None] | None:
-        """Return what the engine's thread is doing, for how many seconds, and the longest that ever took; None: it waits.
+        """Return what the engine's thread is doing, since when in seconds, and the longest that ever took;
+        None: it waits.
 
-        From the outside a step that never ends looks like this, and like nothing else. Of an engine that compiles kernels when
-        it meets a new shape, no time says how long the next step may take: the longest is None.
+        A step that never ends looks like this. If the engine compiles kernels for new shapes, the longest is
+        None.
         """
         at = self._at
         compiles = self.spec.device == "cuda" or not self.spec.enforce_eager
         return None if at is None else (at[0], time.monotonic() - at[1], None if compiles else self._longest.get(at[0]))
 
     def close(self, timeout_s: float = 60.0) -> None:
-        """Stop the thread and free the engine; ClusterError when it does not stop in time. May be called twice."""
+        """Stop the thread and free the engine, also twice. Raises ClusterError if it does not stop in
+        time."""
         self._closed = True
         self._commands.put(None)
         self.thread.join(timeout_s)
@@ -218,7 +211,6 @@ class RolloutWorker:
     # ---- the callers' side -------------------------------------------------------------------------
 
     def _call(self, what: str, function: Callable[[RolloutEngine], T]) -> T:
-        """Return the function's result, computed in the engine's thread."""
         answer: Future[T] = Future()
         with self._changed:
             self._check_alive()
@@ -317,7 +309,7 @@ class RolloutWorker:
             self._changed.notify_all()
 
     def _refuse_waiting(self) -> None:
-        """Answer the calls that came too late, so that no caller waits for a thread that has ended."""
+        """Answer the calls that came too late."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -336,8 +328,7 @@ _trackers: list[subprocess.Popen[bytes]] = []
 def track_apart() -> None:
     """Start Python's tracker of shared memory for this process in a group of its own.
 
-    Ray ends the group of a worker that died, a second after it has asked: with the tracker in it, and children that take
-    longer to end, what they shared would stay in memory until the machine is started again.
+    Ray ends a dead worker's group: without the tracker, what slow children share would stay in memory.
     """
 
     def spawn(path: str, arguments: Sequence[Any], passed: Sequence[int]) -> int:

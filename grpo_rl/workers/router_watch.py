@@ -17,8 +17,6 @@ from grpo_rl.workers.specs import ActorSpec, OptimizerStep, Rows
 
 
 class RouterWatch:
-    """The watch of an actor rank over the routers of a model with experts."""
-
     def __init__(
         self, routing: Routing, spec: ActorSpec, device: torch.device, sequences: Callable[[Batch | None], Sequences]
     ) -> None:
@@ -26,19 +24,18 @@ class RouterWatch:
         self.replays = spec.replays_routing
         self.coefficient = spec.objective.router_aux_loss_coef
         self.choices: Tensor | None = None
-        """The experts [S, layers, top_k] of each token of the last shard that log-probs were computed of."""
+        """The experts [S, layers, top_k] of the last shard that log-probs were computed of."""
         self._device = device
         self._sequences = sequences
         self._of_ids: Tensor | None = None
         self._noted: list[Tensor] = []
         self._balance: Tensor | None = None
-        """The counts [layers, experts] of this step's whole mini-batch, over all ranks, if the auxiliary loss reads them."""
+        """The counts [layers, experts] of the whole mini-batch over all ranks, for the auxiliary loss."""
         self._counted = self._no_counts()
 
     # ---- replay --------------------------------------------------------------------------------------
 
     def note_choices(self, place_S: Tensor | None) -> None:
-        """Note what the tokens of a micro-batch took in the pass that has just ended: its `Sequences.place_S`."""
         routed = self.routing.last
         assert routed is not None and place_S is not None
         dtype = choice_dtype(self.routing.num_experts)
@@ -48,7 +45,7 @@ class RouterWatch:
         self._noted.append(noted)
 
     def keep_choices(self, shard: Batch, micro_batches: Sequence[Rows]) -> None:
-        """Keep what was noted in the passes over these micro-batches of a shard."""
+        """Keep what was noted in the passes over these micro-batches."""
         if not self.replays:
             return
         dtype = choice_dtype(self.routing.num_experts)
@@ -62,15 +59,14 @@ class RouterWatch:
         self.choices, self._of_ids = choices, values(shard.token_ids_S)
 
     def has_choices_of(self, shard: Batch) -> bool:
-        """Return whether the choices that are kept are of this shard's tokens."""
         return self._of_ids is not None and torch.equal(self._of_ids, values(shard.token_ids_S))
 
     # ---- a step --------------------------------------------------------------------------------------
 
     def begin_step(self, batch: Batch, step: OptimizerStep, model: Any) -> None:
-        """Count the experts of the whole mini-batch before its first backward pass, if the auxiliary loss reads them.
+        """Count the experts of the whole mini-batch for the auxiliary loss.
 
-        With replay they are known. Otherwise it takes a forward pass over the mini-batch; a collective.
+        Unless choices are replayed it takes a forward pass; a collective.
         """
         self._counted, self._balance = self._no_counts(), None
         if not self.coefficient:
@@ -86,7 +82,7 @@ class RouterWatch:
         counts_LE.zero_()
 
     def _replayed_counts(self, batch: Batch) -> Tensor:
-        """Return the counts [layers, experts] of the given experts, at the tokens before the trained ones."""
+        """Return the counts [layers, experts] at the tokens before the trained ones."""
         assert batch.experts_S is not None
         read_TLK = batch.experts_S[batch.positions() - 1].long()
         numbered = read_TLK + torch.arange(self.routing.num_layers)[:, None] * self.routing.num_experts
@@ -100,7 +96,7 @@ class RouterWatch:
         return self.routing.last.counts_LE
 
     def loss(self, counts: Counts) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the auxiliary loss's share of the pass that has just ended, times its weight, and the pass's statistics."""
+        """Return the auxiliary loss's weighted share of the last pass, and its statistics."""
         routed = self.routing.last
         assert routed is not None
         self._counted += routed.counts_LE

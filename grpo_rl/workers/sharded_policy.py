@@ -36,11 +36,11 @@ M = TypeVar("M", bound=PackedModel)
 
 
 def join_set(rank: Rank, *, in_host_memory: bool = False) -> torch.device:
-    """Join the process group of this rank's worker group (NCCL on GPUs, gloo on CPU); return this process's device.
+    """Join the process group of this rank's worker group; return this process's device.
 
-    Both libraries use the interface with the address by which Ray knows the machine, unless the environment names one.
-
-    If gradients lie in host memory, the ranks of GPUs have gloo beside NCCL: their norm is added up there.
+    NCCL and gloo use the interface with the address by which Ray knows the machine, unless the environment
+    names one. For gradients in host memory, ranks of GPUs have gloo beside NCCL: their norm is added up
+    there.
     """
     if rank.deterministic:
         torch.use_deterministic_algorithms(True)
@@ -68,10 +68,10 @@ def join_set(rank: Rank, *, in_host_memory: bool = False) -> torch.device:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface that has this address; None if none has, as behind a translation of addresses.
+    """Return the network interface that has this address; None if none has, as behind a translation of
+    addresses.
 
-    Left to itself gloo takes the interface of what this machine's own name resolves to: on Debian and Ubuntu that is 127.0.1.1,
-    which no other machine reaches.
+    gloo's own choice is that of the machine's name, on Debian and Ubuntu the unreachable 127.0.1.1.
     """
     target_address = ipaddress.ip_address(address)
     for name, addresses in psutil.net_if_addrs().items():
@@ -82,10 +82,9 @@ def interface_of(address: str) -> str | None:
 
 
 def _store(rank: Rank, timeout: datetime.timedelta) -> dist.TCPStore:
-    """Return the store in which the ranks find each other. Rank 0 serves it, at the address where they meet and no
-    other.
+    """Return the store in which the ranks find each other, at rank 0's address and no other.
 
-    Without this, torch listens on all interfaces of the machine, and answers any client.
+    torch's own would listen on all interfaces, and answer any client.
     """
     place = rank.master_address, rank.master_port
     if rank.rank != 0:
@@ -95,14 +94,12 @@ def _store(rank: Rank, timeout: datetime.timedelta) -> dist.TCPStore:
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the torch type that `auto`, `bfloat16` or `float32` stands for on this device."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
 def build_policy(spec: PolicySpec, rank: Rank, device: torch.device) -> PolicyModel:
-    """Return the policy, sharded over the worker group."""
     precision = head_precision(spec.model.lm_head_precision, device.type)
     adapts = spec.train and spec.model.lora_rank > 0
 
@@ -122,7 +119,6 @@ def build_policy(spec: PolicySpec, rank: Rank, device: torch.device) -> PolicyMo
 
 
 def head_precision(name: str, device_type: str) -> Precision:
-    """Return the precision that `auto` or another value of model.lm_head_precision stands for on a device of this type."""
     if name == "auto":
         return "tf32" if device_type == "cuda" else "float32"
     assert name in ("float32", "tf32", "bfloat16")
@@ -137,9 +133,9 @@ def build_sharded(
     read: Callable[[bool], Any] | None = None,
     new: Sequence[str] = (),
 ) -> M:
-    """Return what `wrap` makes of the language model, sharded over the worker group; each rank reads its own rows.
+    """Return what `wrap` makes of the language model, sharded; each rank reads its own rows.
 
-    `read` gives another model, told whether it is on meta, of whose weights those of the names `new` may be missing.
+    `read` gives another model, told whether it is on meta, of whose weights those in `new` may be missing.
     """
     model, is_single_rank = spec.model, rank.world_size == 1
     attention.choose_kernel(model.flash_attention)
@@ -174,10 +170,9 @@ def build_sharded(
 
 
 def _keep_as_stored(lm: Any, path: str, adapters: Sequence[str]) -> None:
-    """Let the blocks' frozen weights stay in bfloat16 if the files have them so: half the memory, and the same bits.
+    """Keep the blocks' frozen weights in bfloat16 if the files do: half the memory, and the same bits.
 
-    The blocks compute with weights that are rounded to bfloat16, and nothing is ever added to frozen ones. Embedding, final
-    norm and head are computed in float32, and stay that.
+    Embedding, final norm and head are computed in float32, and stay that.
     """
     files = WeightFiles.find(path)
     if files is None or not files.fits(lm, adapters):
@@ -198,10 +193,11 @@ def fill(
     whole: Callable[[], PackedModel],
     new: Sequence[str],
 ) -> None:
-    """Fill a sharded policy around `lm` with the weights of its folder; those of the names `new` may be missing, and are 0 then.
+    """Fill a sharded policy around `lm` with its folder's weights; those in `new` may be missing, and are 0
+    then.
 
-    If transformers has to rename or rearrange what the files have, rank 0 reads the `whole` model and gives the others
-    their rows. No collective is entered while a rank reads: that may take longer than collectives are given.
+    If transformers has to rename or rearrange them, rank 0 reads the `whole` model and gives the others their
+    rows. No collective is entered while a rank reads, which may take longer than its limit.
     """
     files = WeightFiles.find(spec.model.path)
     if files is not None and files.fits(lm, new):
@@ -214,7 +210,7 @@ def fill(
 
 
 def wait_for_all(rank: Rank) -> None:
-    """Wait until every rank of the set has come here; no collective, whose time is limited otherwise."""
+    """Not a collective, whose time is limited otherwise."""
     store = dist.distributed_c10d._get_default_store()
     place = store.add("here", 1) - 1
     # Each time the whole set has passed makes another key.
@@ -225,17 +221,16 @@ def wait_for_all(rank: Rank) -> None:
 
 
 def language_model(spec: PolicySpec, on_meta: bool = False) -> Any:
-    """Return the unsharded language model in host memory, its weights read; `on_meta` without storage."""
     model, key = spec.model, spec.path_key
     config = load.load_config(model.path, trust_remote_code=model.trust_remote_code, override=model.override_config, key=key)
     return load.load_lm(model.path, config, trust_remote_code=model.trust_remote_code, on_meta=on_meta, key=key)
 
 
 def sequences_of(batch: Batch | None, device: torch.device, *, share_prompts: bool) -> Sequences:
-    """Return the model input of a micro-batch; with `share_prompts`, responses of a group share the prompt's states.
+    """Return the model input of a micro-batch; with `share_prompts`, a group's responses share the prompt's
+    states.
 
-    For None it is a sequence of two tokens of which none is trained: a rank without work runs the layers all the same,
-    because FSDP gathers their weights on all ranks together, and every rank has to enter these collectives.
+    None gives two untrained tokens: a rank without work enters FSDP's collectives all the same.
     """
     if batch is None:
         nothing = torch.zeros(0, dtype=torch.long)
@@ -255,8 +250,6 @@ def sequences_of(batch: Batch | None, device: torch.device, *, share_prompts: bo
 
 
 class Teaches:
-    """The part of a rank that says of rollouts what a reference or a teacher says."""
-
     device: torch.device
     share_prompts: bool
     _distance = 0.0, 0
@@ -272,7 +265,8 @@ class Teaches:
     ) -> dict[str, Tensor]:
         """Return the micro-batches' log-probs of trained tokens, on the CPU.
 
-        With `want_hidden` the last hidden states too; `top` asks for the so many likeliest tokens, of the first so many ids.
+        With `want_hidden` the last hidden states too; `top` asks for the so many likeliest tokens, of the
+        first so many ids.
         """
         pieces: dict[str, list[Tensor]] = defaultdict(list)
         for rows in micro_batches:
@@ -296,7 +290,8 @@ class Teaches:
         return columns
 
     def distance(self) -> tuple[float, int]:
-        """Return the sum over the last pass's trained tokens of log-ratios of the engine to this model, and their number.
+        """Return the sum over the last pass's trained tokens of log-ratios of the engine to this model, and
+        their number.
 
         Of tokens that no engine sampled it is the sum of -log-probs.
         """
@@ -304,34 +299,28 @@ class Teaches:
 
 
 class Saves:
-    """The part of a rank that writes its share of checkpoints, and reads it. Nothing here is a collective."""
+    """The part of a rank that writes and reads its share of checkpoints. Nothing here is a collective."""
 
     files: RankFiles
 
     def save(self, folder: str, in_background: bool = False, texts: Mapping[str, str] | None = None) -> None:
-        """Write this rank's share of weights, and of optimizer, scheduler and random state if it has them, or begin to.
-
-        Rank 0 also writes `texts`.
-        """
+        """See `RankFiles.save`."""
         self.files.save(Path(folder), background=in_background, texts=texts)
 
     def saved(self, wait_s: float) -> Files | None:
-        """Return the files of the last save; None while they are written, and where this process has not begun one."""
         return self.files.saved(wait_s)
 
     def save_bytes(self) -> int:
-        """Return about how much `save` writes."""
         return self.files.num_bytes()
 
     def load(self, folder: str) -> None:
-        """Restore what `save` wrote, by any number of ranks."""
         self.files.load(Path(folder))
 
 
 def as_block(columns: Mapping[str, Tensor]) -> tuple[bool, dict[str, Any]]:
-    """Return whether all numbers of columns on the CPU are finite, and the columns as a block for Ray's object store.
+    """Return whether all numbers are finite, and the columns as a block for Ray's object store.
 
-    Arrays are read where they lie; numpy has no type for bfloat16, so such columns stay tensors.
+    numpy has no bfloat16: such columns stay tensors.
     """
     finite = all(bool(torch.isfinite(column).all()) for column in columns.values())
     return finite, {name: column if column.dtype == torch.bfloat16 else column.numpy() for name, column in columns.items()}

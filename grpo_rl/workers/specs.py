@@ -25,17 +25,16 @@ class Rank:
     device: str
     """cpu or cuda; a cuda process sees exactly one GPU."""
     timeout_s: float
-    """The longest wait in a collective."""
     start_timeout_s: float = 0.0
-    """The longest wait for the others while models are loaded, if that is longer."""
+    """The longest wait while models are loaded, if longer than `timeout_s`."""
     deterministic: bool = False
-    """Compute by kernels only whose results have the same bits every time; an operation without one raises."""
+    """Only kernels with the same bits every time; an operation without one raises."""
     address: str = "127.0.0.1"
-    """The address of this process's machine, by which Ray knows it; of a local Ray the loopback."""
+    """By which Ray knows this process's machine."""
 
     @property
     def patience_s(self) -> float:
-        """The longest wait for what is done once, and is slower then: models that load, host memory that is page-locked."""
+        """The longest wait for models that load, and memory that is page-locked."""
         return max(self.timeout_s, self.start_timeout_s)
 
 
@@ -51,22 +50,16 @@ class PolicySpec:
     share_prompts: bool = True
     """Compute a prompt once for all its responses in a micro-batch."""
     sequence_ranks: int = 1
-    """The ranks that compute each micro-batch together, a slice of its tokens each."""
+    """Ranks that compute each micro-batch together."""
     shard_ranks: int = -1
-    """The ranks that the model is sharded over, each such group with a replica of it; below 1: all."""
+    """Ranks that hold one replica of the model; below 1: all."""
     in_host_memory: bool = False
-    """Parameters and optimizer lie in host memory, and the optimizer steps there."""
     forward_prefetch: bool = False
-    """Gather a layer's parameters while the layer before it is computed."""
     compiled: bool = False
-    """Compile the decoder layers."""
     path_key: str = POLICY_KEY
-    """The setting that named the model's folder, for error messages."""
     seed: int = 0
-    """The seed of the first values of adapters, if there are any."""
 
     def sharded_as(self, fsdp: FsdpConfig | RefFsdpConfig, sequence_ranks: int) -> PolicySpec:
-        """Return the spec with the types and the layout of a role's section for FSDP."""
         return replace(
             self,
             dtype=fsdp.dtype,
@@ -81,23 +74,19 @@ class PolicySpec:
 
 @dataclass(frozen=True, slots=True)
 class SenderSpec:
-    """The settings of the transfer of weights from the actor to the engines."""
-
     backend: WeightBackend = "object_store"
     bucket_bytes: int = 512 << 20
     dtype: str | None = None
     """The engines' type; None sends float32."""
     verify: bool = False
     adapters_alone: bool = False
-    """Send A and B of every adapter, in float32, and not the merged weights."""
+    """Send A and B of every adapter, in float32."""
     readers: int = 1
     """Engines on each rank's GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActorSpec:
-    """Settings of every actor rank."""
-
     policy: PolicySpec
     objective: Objective
     optim: OptimConfig
@@ -107,13 +96,13 @@ class ActorSpec:
     param_offload: bool = False
     optimizer_offload: bool = False
     old_from_engine: bool = False
-    """True if old log-probs are the engine's, so that they cannot be compared with the engine's."""
+    """Old log-probs are the engine's."""
     measures_engine: bool = False
-    """True if the ranks measure how far the engine is from the old log-probs: nothing else reads those of all tokens."""
+    """Measure how far the engine is from the old log-probs, which nothing else reads."""
     replays_routing: bool = False
-    """True if tokens take the same experts in an update as in the pass for old log-probs (router_replay.mode=R2)."""
+    """Tokens take the experts of the pass for old log-probs (router_replay.mode=R2)."""
     ema_decay: float | None = None
-    """The decay of the moving average of the weights that a teacher has; None: no teacher has one."""
+    """Of the moving average of the weights that a teacher has; None: no teacher has one."""
 
     @property
     def in_host_memory(self) -> bool:
@@ -121,47 +110,43 @@ class ActorSpec:
 
 
 Rows = tuple[int, ...]
-"""The rollouts of one micro-batch, as rows of the rank's shard of the batch; empty if a rank only keeps step."""
+"""The rollouts of one micro-batch, as rows of the rank's shard; empty if a rank only keeps step."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """This rank's work for one optimizer step, and the global denominators of it."""
+    """This rank's work for one optimizer step, and its global denominators."""
 
     counts: Counts
     micro_batches: tuple[Rows, ...]
     zero_advantage: tuple[Rows, ...] = ()
-    """Micro-batches of zero-advantage rollouts, which add nothing to the gradient: forward passes for the statistics only."""
+    """Micro-batches that add nothing to the gradient: forward passes for the statistics only."""
     entropy_coeff: float | None = None
-    """Weight of the entropy bonus, if it is steered from step to step."""
+    """If it is steered from step to step."""
     selected_T: Tensor | None = None
-    """The clipped tokens of this step: a bool for each trained token of the rank's shard."""
+    """The clipped tokens: a bool for each trained token of the rank's shard."""
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The parts of an update on its shard of the batch that a rank does not have yet."""
+    """The parts of an update on its shard that a rank does not have yet."""
 
     columns: dict[str, Column]
-    """Columns of the shard that were made after it was stored, by their names in `Batch`."""
+    """By their names in `Batch`; of the tokens of `trained_T`."""
     trained_T: Tensor | None
-    """The mask of the shard's trained tokens that the update trains; None: all. The columns cover these only."""
+    """Which of the shard's trained tokens the update trains; None: all."""
     steps: tuple[OptimizerStep, ...]
 
     def local(self, fetch: Fetch) -> Update:
-        """Return the update with the values of its remote columns, all of them fetched at once."""
         return replace(self, columns={**self.columns, **read_columns(self.columns, fetch)})
 
     def complete(self, shard: Batch) -> Batch:
-        """Return the batch that the steps train on."""
         batch = shard if self.trained_T is None else shard.keep(self.trained_T)
         return batch.replace(**self.columns)
 
 
 @dataclass(frozen=True, slots=True)
 class CriticSpec:
-    """Settings of every critic rank."""
-
     model: PolicySpec
     optim: OptimConfig
     total_optimizer_steps: int
@@ -177,8 +162,6 @@ class CriticSpec:
 
 @dataclass(frozen=True, slots=True)
 class RewardModelSpec:
-    """Settings of every rank of the reward model."""
-
     path: str
     dtype: str
     trust_remote_code: bool = False
@@ -187,8 +170,6 @@ class RewardModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class TrainedRewardModelSpec:
-    """Settings of every rank of a reward model that is trained."""
-
     scorer: RewardModelSpec
     train: RewardModelTrainConfig
     total_optimizer_steps: int

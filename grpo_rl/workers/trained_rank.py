@@ -1,9 +1,4 @@
-"""One rank of a model that is trained: the optimizer step that actor, critic and reward model share.
-
-The loop is here once: micro-batches, gradients that add up under global denominators, one clipping by the norm over all
-ranks, one rule for losses that are not finite, checkpoints. A kind of rank says how its model is built, what its loss is,
-and what it measures.
-"""
+"""One rank of a model that is trained: the optimizer step that actor, critic and reward model share."""
 
 from __future__ import annotations
 
@@ -36,7 +31,6 @@ class TrainedRank(Saves, ABC, Generic[S, M]):
     """One FSDP2 rank with a model, its optimizer and its schedule."""
 
     role: ClassVar[str]
-    """The name of the kind in fault points."""
 
     def __init__(self, spec: S, rank: Rank) -> None:
         self.spec = spec
@@ -56,29 +50,28 @@ class TrainedRank(Saves, ABC, Generic[S, M]):
         # They stay on the device until the step is taken: to read one is to wait for all that the device was given.
         self._losses: list[Tensor] = []
         self._stats: list[dict[str, Tensor]] = []
-        """Loss and statistics of each pass since the last optimizer step."""
 
     @abstractmethod
-    def build(self) -> M:
-        """Return the model, sharded over the set."""
+    def build(self) -> M: ...
 
     def export_bytes(self) -> int:
-        """Return how much `export` writes: whole weights in float32."""
+        """Whole weights in float32."""
         return 4 * sum(parameter.numel() for parameter in self.model.parameters())
 
     @abstractmethod
     def loss(self, batch: Batch | None, step: OptimizerStep) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return this micro-batch's share of the global loss and of the statistics, with `Objective`'s key prefixes.
+        """Return this micro-batch's share of the global loss and of the statistics, with `Objective`'s key
+        prefixes.
 
-        None is a rank without work in a pass in which others have some: FSDP gathers and reduces shards in every layer, so
-        this rank has to run the same layers, and its loss is 0 with a gradient.
+        None is a rank without work in a pass of others: it runs the same layers, for FSDP's collectives, and
+        its loss is 0.
         """
 
     def begin_step(self, batch: Batch, step: OptimizerStep) -> None:
-        """Do what a kind of rank needs of the whole shard before the first pass of an optimizer step: by default nothing."""
+        """Called with the whole shard before the first pass of an optimizer step."""
 
     def end_step(self) -> dict[str, float]:
-        """Return the statistics that only all passes of a step together have, with prefixes as `loss`: by default none."""
+        """Return the statistics that only all passes of a step together have, with prefixes as `loss`."""
         return {}
 
     # ---- training ------------------------------------------------------------------------------------
@@ -100,13 +93,13 @@ class TrainedRank(Saves, ABC, Generic[S, M]):
         return results
 
     def forward_backward(self, shard: Batch, update: Update) -> None:
-        """Add the gradient of this rank's shard of a part of an optimizer step, which has one step, to that of the parts before."""
+        """Add the gradient of this rank's shard of a part of an optimizer step."""
         self.memory.load_all()
         self._add_gradient(update.complete(shard), update.steps[0])
         self.memory.release()
 
     def optim_step(self, counts: Counts) -> list[dict[str, float]]:
-        """Take the optimizer step of all parts; return what `update` does for one step. `counts` are those of all of them."""
+        """Take the optimizer step of all parts, whose counts are `counts`."""
         self.memory.load_all()
         results = [self._optimizer_step(counts)]
         self.optimizer.zero_grad(set_to_none=True)
@@ -114,7 +107,7 @@ class TrainedRank(Saves, ABC, Generic[S, M]):
         return results
 
     def _add_gradient(self, batch: Batch, step: OptimizerStep) -> None:
-        """Make the passes of a step, or of a part of one: gradients, losses and statistics add up to those of earlier parts."""
+        """Make the passes of a step, or of a part of one."""
         losses, passes = self._losses, self._stats
         if not losses:
             self._passes("start")
@@ -144,7 +137,6 @@ class TrainedRank(Saves, ABC, Generic[S, M]):
             self._passes("mid_backward", micro_batch=number)
 
     def _optimizer_step(self, counts: Counts) -> dict[str, float]:
-        """Take the step of the gradients that have added up, and return the statistics of all their passes."""
         total_loss = sum(numbers(self._losses), 0.0)
         stats = combined(self._stats)
         self._losses.clear()
@@ -167,7 +159,7 @@ class TrainedRank(Saves, ABC, Generic[S, M]):
 
     @torch.no_grad()
     def per_token(self, shard: Batch, micro_batches: Sequence[Rows]) -> Tensor:
-        """Return what `measure` says of each trained token of the micro-batches, one after the other, on the CPU."""
+        """Return `measure` of each trained token of the micro-batches, on the CPU."""
         self.memory.load_weights()
         self.model.eval()
         columns = [self.measure(shard.select(list(rows)) if rows else None).cpu() for rows in micro_batches]
@@ -186,7 +178,7 @@ class TrainedRank(Saves, ABC, Generic[S, M]):
         self.memory.release()
 
     def weights(self) -> tuple[int, dict[str, Tensor]]:
-        """Return the number of tensors in this rank's share of the weights, and a copy of it: for a frozen model of the same sharding."""
+        """Return the number of tensors in this rank's share of the weights, and a copy of it."""
         fsdp.reshard(self.model)
         weights = weights_of(self.model)
         return len(weights), weights
@@ -201,7 +193,7 @@ class TrainedRank(Saves, ABC, Generic[S, M]):
 
 
 def combined(passes: Sequence[dict[str, Tensor]]) -> dict[str, float]:
-    """Return the statistics of several passes as one: the largest of each `max/...`, and the sum of all others."""
+    """Return the statistics of several passes: the largest of each `max/...`, the sum of all others."""
     read = iter(numbers([value for stats in passes for value in stats.values()]))
     total: dict[str, float] = {}
     for stats in passes:
@@ -212,14 +204,14 @@ def combined(passes: Sequence[dict[str, Tensor]]) -> dict[str, float]:
 
 
 def numbers(tensors: Sequence[Tensor]) -> list[float]:
-    """Return the values of tensors of one number each, in float64; those on a GPU in one copy."""
+    """Return one-number tensors in float64; those on a GPU in one copy."""
     on_gpu = [tensor.detach().double() for tensor in tensors if tensor.is_cuda]
     read = iter(torch.stack(on_gpu).tolist() if on_gpu else ())
     return [next(read) if tensor.is_cuda else float(tensor) for tensor in tensors]
 
 
 def clip_gradients(model: PackedModel, clip_grad: float) -> float:
-    """Scale the gradient so that its norm over all ranks is at most `clip_grad`; return the norm that it had."""
+    """Scale the gradient to a norm over all ranks of at most `clip_grad`; return its norm before."""
     return float(fsdp.full_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), clip_grad)))
 
 
@@ -232,8 +224,8 @@ def step_optimizer(
 ) -> dict[str, float]:
     """Take the step, and report whether loss and gradient were finite. A collective.
 
-    It is not taken, and parameters, moments and learning rate stay what they were, if one of them is not finite on
-    any rank, and if no token of the mini-batch is trained: moments and weight decay would move the weights.
+    It is not taken if one is not finite on any rank, or no token of the mini-batch is trained: moments and
+    weight decay would move the weights.
     """
     finite_1 = torch.tensor([float(math.isfinite(loss) and math.isfinite(grad_norm))])
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -248,9 +240,9 @@ def step_optimizer(
 
 
 def _gpu_memory_share(device: torch.device) -> float:
-    """Return the share of the GPU's memory that was in use at this process's peak, that of other processes included.
+    """Return the share of the GPU's memory in use at this process's peak, that of other processes included.
 
-    What the allocator keeps without using it does not count: it is given out before anything runs out.
+    What the allocator keeps without using it does not count.
     """
     free, total = torch.cuda.mem_get_info(device)
     other_bytes = total - free - torch.cuda.memory_reserved(device)
