@@ -1,10 +1,8 @@
 """Assignment of rollouts to ranks and micro-batches: even work, and the same number of passes on every rank.
 
-Rollouts that have to be trained together (the two sides of a pair, a group whose loss compares them) form a *unit*: all
-of its rollouts land in one micro-batch on one rank. If no units are given, every rollout is one by itself.
-
-If a prompt's states are computed once for all its responses in a micro-batch, responses to one prompt are kept
-together as far as ranks stay even and micro-batches stay full; the others compute the prompt again.
+Rollouts of a *unit* (the two sides of a pair, a group whose loss compares them) land in one micro-batch on
+one rank. Without units every rollout is one. If a prompt is computed once for all its responses in a
+micro-batch, these are kept together as far as ranks stay even and micro-batches full.
 """
 
 from __future__ import annotations
@@ -15,19 +13,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# A token costs about 12 * hidden multiplications in the layers and `length` in attention. As verl does,
-# hidden is taken as 2048, which is near enough for balancing.
+# A token costs about 12 * hidden multiplications in the layers and `length` in attention; hidden is 2048, as in verl.
 LINEAR_COST = 24_576
-# Groups are cut further only while the slowest rank has this much more work than an even share.
+# Groups are cut further only while the slowest rank has this much more work than if all were even.
 UNEVEN = 1.03
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """The prompts that sequences begin with, if a pass over several of one group computes the prompt once."""
+    """Given if a pass over several sequences of a group computes their prompt once."""
 
     group_N: Sequence[int]
-    """Sequences of equal numbers have the same prompt."""
+    """Equal numbers have the same prompt."""
     lengths_N: Sequence[int]
 
 
@@ -39,15 +36,15 @@ def split_over_ranks(
     mini_batches: Sequence[Sequence[int]] = (),
     prompts: Prompts | None = None,
 ) -> list[list[int]]:
-    """Return the indices of the sequences for each rank, by the greedy longest-processing-time rule.
+    """The indices of the sequences for each rank, by the greedy longest-processing-time rule.
 
-    `mini_batches` are lists of indices, each of which is to be even over the ranks by itself: the optimizer waits for
-    the slowest rank after every one of them. A sequence may be in several (one per epoch), or in none. The longest
-    unit comes first, and goes where its mini-batches have the least work so far; a tie between ranks is broken by all
-    their work, then by their number of sequences, then by rank.
+    Each of `mini_batches`, lists of indices, is even over the ranks by itself: the optimizer waits for the
+    slowest rank after every one. A sequence may be in several (one per epoch), or in none. The longest unit
+    comes first, and goes where its mini-batches have the least work; ties go to the least work of all,
+    sequences, rank.
 
-    With `prompts`, whole groups are assigned like that; if this leaves ranks uneven, groups are cut in halves, quarters
-    and so on, as long as the slowest rank gets less work by it, the prompts that are then computed twice included.
+    With `prompts`, whole groups are assigned; they are cut in halves, quarters and so on while that gives the
+    slowest rank less work, prompts that are computed twice included.
     """
     chosen: list[list[int]] = [[] for _ in lengths]
     for number, indices in enumerate(mini_batches or [range(len(lengths))]):
@@ -76,7 +73,8 @@ def _assigned(
     num_mini_batches: int,
     prompts: Prompts | None,
 ) -> tuple[list[list[int]], int, float]:
-    """Return each rank's indices, the work of the slowest rank summed over the mini-batches, and what it would be if even."""
+    """Each rank's indices, the slowest rank's work summed over the mini-batches, and what it would be if
+    even."""
     shards: list[list[int]] = [[] for _ in range(num_ranks)]
     if all(batches_of_sequence == chosen[0] for batches_of_sequence in chosen):
         # All work is one lot: the rank that gets a unit is the only one whose place in the queue changes.
@@ -105,7 +103,7 @@ def _assigned(
 
 
 def _costs(unit: Sequence[int], lengths: Sequence[int], prompts: Prompts | None) -> list[int]:
-    """Return the work of each sequence of a unit; with `prompts` they have one prompt, which is computed with the first."""
+    """With `prompts` a unit has one prompt, which is computed with the first sequence."""
     costs = [_cost(lengths[index]) for index in unit]
     if prompts is not None:
         costs[1:] = [cost - _cost(prompts.lengths_N[i]) for i, cost in zip(unit[1:], costs[1:], strict=True)]
@@ -117,7 +115,7 @@ def _cost(length: int) -> int:
 
 
 def _pieces(group: Sequence[int], lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """Return a group's sequences in up to so many pieces of about the same length."""
+    """Up to `parts` pieces of about the same length."""
     in_order = sorted(group, key=lambda index: -lengths[index])
     return [in_order[part::parts] for part in range(min(parts, len(in_order)))]
 
@@ -131,13 +129,11 @@ def cut_shards(
     units: Sequence[int] | None = None,
     prompts: Prompts | None = None,
 ) -> list[list[list[int]]]:
-    """Return each rank's shard cut into micro-batches; every rank gets the same number of them, some maybe empty.
+    """Each rank's micro-batches of at most `max_tokens` tokens or `max_rollouts` rollouts, some maybe empty.
 
-    Each micro-batch holds at most `max_tokens` tokens or `max_rollouts` rollouts, whichever is given. Units of similar
-    length come together, so that attention pads little. With `prompts`, groups come together instead, and a prompt's
-    tokens count once in each micro-batch; a group that meets the end of one goes on in the next.
-
-    Raises ValueError when one unit alone is over the limit.
+    Every rank gets the same number. Units of similar length come together, so that attention pads little.
+    With `prompts`, groups come together instead, and a prompt's tokens count once in each micro-batch; a
+    group that meets the end of one goes on in the next. Raises ValueError if a unit alone is over the limit.
     """
     if (max_tokens is None) == (max_rollouts is None):
         raise ValueError("give either max_tokens or max_rollouts")
@@ -171,7 +167,7 @@ def cut_shards(
 
 
 def _longest_first(lengths: Sequence[int], units: Sequence[int] | None, shard: Sequence[int] | None = None) -> list[list[int]]:
-    """Return the units among the sequences of `shard` (None: all), the one with the longest sequences first."""
+    """The units among the sequences of `shard` (None: all)."""
     indices = range(len(lengths)) if shard is None else shard
     if units is None:
         return [[index] for index in sorted(sorted(indices), key=lambda index: -lengths[index])]
@@ -183,13 +179,13 @@ def _longest_first(lengths: Sequence[int], units: Sequence[int] | None, shard: S
 
 
 def _tokens(unit: Sequence[int], lengths: Sequence[int], prompts: Prompts | None) -> int:
-    """Return the tokens of a pass over a unit, whose rollouts all have one prompt."""
+    """All rollouts of a unit have one prompt."""
     spared = 0 if prompts is None else sum(prompts.lengths_N[index] for index in unit[1:])
     return sum(lengths[index] for index in unit) - spared
 
 
 def _even_cut(sizes: Sequence[int], spared: Sequence[int], limit: int) -> list[list[int]]:
-    """Return consecutive runs of at most `limit` tokens, as few as a greedy cut gives, then evened out."""
+    """Consecutive runs of at most `limit` tokens, as few as a greedy cut gives, then evened out."""
     greedy = _greedy_cut(sizes, spared, limit)
     if len(greedy) < 2:
         return greedy
@@ -199,10 +195,7 @@ def _even_cut(sizes: Sequence[int], spared: Sequence[int], limit: int) -> list[l
 
 
 def _greedy_cut(sizes: Sequence[int], spared: Sequence[int], limit: int) -> list[list[int]]:
-    """Return positions in `sizes` as consecutive runs, each filled until the next size is too much.
-
-    What is `spared` of a size is so only behind the one before it.
-    """
+    """Consecutive runs of positions; tokens of a size are `spared` only behind the position before it."""
     runs: list[list[int]] = []
     filled = limit + 1
     for position, size in enumerate(sizes):

@@ -1,9 +1,8 @@
-"""Token-exact conversations: what a chat template writes between two assistant turns, as tokens that follow those sampled.
+"""Token-exact conversations: what a chat template writes between two assistant turns.
 
-An assistant turn stays the tokens that were sampled; it is never rendered and tokenized again. What comes after it (the end of
-the turn, the observation, the beginning of the next turn) is what the template writes behind an assistant message, and is
-tokenized by itself. That is the template's own conversation only if the template does nothing but append, which is checked
-at the start.
+An assistant turn stays the tokens that were sampled. What the template writes behind it (the end of the turn,
+the observation, the beginning of the next turn) is tokenized by itself. That is the template's own
+conversation only if the template does nothing but append, which is checked at the start.
 """
 
 from __future__ import annotations
@@ -24,15 +23,13 @@ from grpo_rl.data.rows import BadRow, Message
 from grpo_rl.errors import ConfigError, DataError
 
 _ANSWER = f"Zq7{secrets.token_hex(8)}Xk"
-"""A text that stands for an assistant's turn, and that no template or message contains."""
+"""Stands for an assistant's turn; no template or message contains it."""
 _THOUGHTS = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 _WHERE = "a conversation of several turns"
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The context between two assistant turns."""
-
     token_ids: np.ndarray
     """int32 [tokens]"""
     text: str
@@ -41,20 +38,17 @@ class Delta:
 
 
 class ChatDeltas:
-    """Renders what stands between assistant turns, with the chat template of `renderer`.
-
-    `stop_ids` are the tokens that end a turn.
-    """
+    """What stands between assistant turns, by the chat template of `renderer`. `stop_ids` end a turn."""
 
     def __init__(self, renderer: Renderer, tokenizer: Any, stop_ids: frozenset[int]) -> None:
         self._renderer, self._tokenizer, self._stop_ids = renderer, tokenizer, stop_ids
-        # Words of data may be meant; those of an environment never are.
+        # Control words of data may be meant; those of an environment never are.
         self._words = ControlWords(tokenizer, template=renderer.options.get("chat_template"))
         self.shown_tools = ""
         """The tools that `with_tools` shows, as text; empty if they are the configuration's."""
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatDeltas:
-        """Return the same for conversations that show other tools. Raises ConfigError if the template rewrites these."""
+        """For conversations that show other tools. Raises ConfigError if the template rewrites these."""
         shown = copy(self._renderer)
         shown.options = {**self._renderer.options, "tools": [dict(tool) for tool in tools]}
         deltas = ChatDeltas(shown, self._tokenizer, self._stop_ids)
@@ -62,10 +56,8 @@ class ChatDeltas:
         deltas.check(("tool",), [str(tool["function"]["name"]) for tool in tools])
         return deltas
 
-    # ---- what a driver asks ----------------------------------------------------------------------------------
-
     def prompt(self, messages: Sequence[Message], added: Sequence[Message] = ()) -> Delta:
-        """Return a whole prompt with the beginning of the first assistant turn; an environment has `added` messages to it.
+        """With the beginning of the first assistant turn; `added` messages are an environment's.
 
         Raises DataError if it cannot be rendered.
         """
@@ -74,10 +66,10 @@ class ChatDeltas:
         return Delta(self._ids(text), unmarked(text))
 
     def between(self, messages: Sequence[Message], *, ended: bool, plain: bool = False) -> Delta:
-        """Return what follows an assistant turn: its end, the messages, and the beginning of the next turn.
+        """What follows an assistant turn: its end, the messages, and the beginning of the next turn.
 
-        With `ended` the turn's last token is one that ends it, and takes the place of the template's own. With `plain` the
-        prompt was a plain string, and so are the messages. Raises DataError for messages that the template refuses.
+        With `ended` the turn's last token ends it, in place of the template's own. With `plain` the prompt
+        and the messages are plain strings. Raises DataError for messages that the template refuses.
         """
         if plain:
             text = self._words.marked("".join(str(message["content"]) for message in messages))
@@ -92,23 +84,21 @@ class ChatDeltas:
 
     @cached_property
     def opened_thought(self) -> str:
-        """The `<think>` that the template writes before each turn; empty if it writes none."""
+        """The `<think>` that the template writes before each turn."""
         return opened_thought(self._rendered([{"role": "user", "content": "?"}])) if self._renderer.has_template else ""
 
     def turn_text(self, token_ids: np.ndarray, *, special: bool) -> str:
-        """Return a turn as text, with its special tokens or without; never with the token that ends it."""
+        """Never with the token that ends the turn."""
         ids = token_ids.tolist()
         if ids and ids[-1] in self._stop_ids:
             ids = ids[:-1]
         return str(self._tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False))
 
-    # ---- the check at the start --------------------------------------------------------------------------------
-
     def check(self, roles: Sequence[str], tools: Sequence[str] = ()) -> list[str]:
-        """Return what is to be noted of the template, in sentences. Raises ConfigError for one that rewrites the conversation.
+        """Notes about the template, in sentences. Raises ConfigError for one that rewrites the conversation.
 
-        `roles` are those of the messages that come between turns. A template that leaves out the thoughts of earlier turns,
-        or empty ones, is used all the same: what was sampled stays in the context. Any other difference is refused.
+        `roles` are those of the messages between turns. A template may leave out thoughts of earlier turns:
+        what was sampled stays in the context. Any other difference is refused.
         """
         keeps = True
         for role in roles:
@@ -127,9 +117,9 @@ class ChatDeltas:
         return [] if keeps else [note]
 
     def _appends(self, role: str, thinks: bool, tool: str) -> bool:
-        """Return whether a conversation of three turns only grows, by each turn and the context that follows it here.
+        """Whether a conversation of three turns only grows; false if it does but for thoughts.
 
-        False if it does but for thoughts. Raises ConfigError if it does not.
+        Raises ConfigError if it does not.
         """
         messages: list[Message] = [{"role": "user", "content": "What is it?"}]
         before, keeps = self._rendered(messages), True
@@ -160,16 +150,13 @@ class ChatDeltas:
             before = after
         return keeps
 
-    # ---- rendering -------------------------------------------------------------------------------------------------
-
     def _end(self) -> str:
-        """Return what the template writes at the end of an assistant turn."""
         return self._rendered(
             [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}], begins=False
         ).partition(_ANSWER)[2]
 
     def _tail(self, messages: Sequence[Message]) -> str:
-        """Return what the template writes behind the content of an assistant turn that these messages follow."""
+        """What the template writes behind the content of an assistant turn that these messages follow."""
         asked: Message = {"role": "user", "content": "?"}
         said: Message = {"role": "assistant", "content": _ANSWER}
         try:
@@ -188,7 +175,7 @@ class ChatDeltas:
         return tail
 
     def _behind_calls(self, asked: Message, called: list[dict[str, Any]], messages: Sequence[Message]) -> str:
-        """Return the same if the template writes the calls in place of the turn's text: all from the turn's end on."""
+        """The same if the template writes the calls in place of the turn's text."""
         before = self._rendered([asked, {"role": "assistant", "content": "", "tool_calls": called}], begins=False)
         text = self._rendered([asked, {"role": "assistant", "content": "", "tool_calls": called}, *messages])
         end = self._end()

@@ -1,5 +1,3 @@
-"""Makes the columns of a Batch from rollouts."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,15 +13,12 @@ from grpo_rl.types import Batch, Rollout, segment_index
 
 
 def collate(rollouts: Sequence[Rollout], parts: Sequence[str] = ()) -> Batch:
-    """Return the rollouts, in their order, as flat columns; a response may be empty.
+    """The rollouts, in their order, as flat columns; `parts` name the columns of `reward_parts_NP`.
 
-    `parts` name the columns of `reward_parts_NP`.
-
-    `group_N` numbers the prompt uids in order of appearance, so the same text sampled under two uids
-    makes two groups. If responses are views of a rollout process's blocks, the batch's tokens, log-probs and supports are
-    remote columns. Raises ValueError for a rollout without reward, or whose log-probs and tokens differ in number;
-    if only some have a baseline, or steps, or a support; and if a support does not fit its tokens, as far as they
-    are read here.
+    `group_N` numbers prompt uids in order of appearance. If responses are views of a rollout process's
+    blocks, tokens, log-probs and supports are remote columns. Raises ValueError for a rollout without reward,
+    or with log-probs and tokens of different numbers; if only some have a baseline, or steps, or a support;
+    and if a support does not fit its tokens, as far as they are read here.
     """
     for rollout in rollouts:
         if rollout.reward is None:
@@ -64,7 +59,7 @@ def collate(rollouts: Sequence[Rollout], parts: Sequence[str] = ()) -> Batch:
 
 
 def _part(rollout: Rollout, name: str) -> float:
-    """Return the part of the reward with this name: a function's score, or a number that one gave beside it by this key."""
+    """A function's score, or a number that a function gave beside it by this key."""
     keys = [key for key in rollout.reward_parts if key == name or key.endswith(f"/{name}")]
     if len(keys) != 1 and name not in keys:
         raise RewardError(
@@ -75,7 +70,7 @@ def _part(rollout: Rollout, name: str) -> float:
 
 
 def _trained_columns(rollouts: Sequence[Rollout], prompt_lengths_N: Tensor, response_lengths_N: Tensor) -> dict[str, Any]:
-    """Return the places of the sampled tokens, if some tokens of the responses were not sampled; else nothing."""
+    """The places of the sampled tokens, if some tokens of the responses were not sampled."""
     if all(rollout.episode is None for rollout in rollouts):
         return {}
     ends_N = (prompt_lengths_N + response_lengths_N).cumsum(0)
@@ -106,7 +101,7 @@ def _piece(values: Array, start: int, length: int) -> Array:
 
 
 def _support_columns(rollouts: Sequence[Rollout], batch: Batch) -> dict[str, Any]:
-    """Return the supports of the trained tokens, if something was left out of the sampling; else nothing."""
+    """The supports of the trained tokens, if something was left out of the sampling."""
     supports = [rollout.support for rollout in rollouts]
     if not any(supports):
         return {}
@@ -130,7 +125,7 @@ def _support_columns(rollouts: Sequence[Rollout], batch: Batch) -> dict[str, Any
 
 
 def _step_columns(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Return the steps of all rollouts back to back, if the rollouts have steps."""
+    """The steps of all rollouts back to back."""
     if not _all_have("steps", rollouts):
         return {}
     steps_N = [rollout.steps or () for rollout in rollouts]
@@ -146,7 +141,7 @@ def _step_columns(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def _trained_ends(rollout: Rollout) -> list[int]:
-    """Return the index of each step's last token among the tokens that were sampled."""
+    """Of each step the index of its last token among the tokens that were sampled."""
     ends = [end for end, _ in rollout.steps or ()]
     if rollout.episode is None:
         return ends
@@ -161,7 +156,7 @@ def _trained_ends(rollout: Rollout) -> list[int]:
 
 
 def _all_have(name: str, rollouts: Sequence[Rollout]) -> bool:
-    """Return whether the rollouts have a `name`. Raises ValueError when only some of them do."""
+    """Raises ValueError if only some rollouts have it."""
     without = [rollout for rollout in rollouts if getattr(rollout, name) is None]
     if without and len(without) < len(rollouts):
         raise ValueError(f"rollout {_name(without[0])} has no {name}, and others of the batch have")

@@ -1,5 +1,3 @@
-"""The prompts of a data set."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -42,18 +40,18 @@ class PromptDataset(RowSet[PromptRow]):
 
     @property
     def data_sources(self) -> list[str]:
-        """The values of data_source in the rows that were read, sorted: an `auto` reward needs a rule for each."""
+        """Of the rows that were read."""
         return sorted(self._data_sources)
 
     def prompt(self, row_index: int, uid: str) -> Prompt:
-        """Row `row_index` as a Prompt that is called `uid` in this run. Raises DataError for one that cannot be used."""
+        """`uid` is the prompt's name in this run. Raises DataError for a row that cannot be used."""
         read = self.row(row_index)
         row = read.example
         messages = self.renderer.messages(row.prompt)
         return Prompt(uid, read.token_ids, read.text, row.data_source, row.ground_truth, row.extra_info, messages)
 
     def _tokenized_all(self, indices: Sequence[int]) -> Iterator[tuple[int, PromptRow | BadRow]]:
-        """Yield the rows as `RowSet` does; many are tokenized at once."""
+        """Many rows are tokenized at once."""
         for start in range(0, len(indices), TOKENIZED_AT_ONCE):
             rows: list[tuple[int, Example, str]] = []
             for index in indices[start : start + TOKENIZED_AT_ONCE]:
@@ -82,7 +80,7 @@ class PromptDataset(RowSet[PromptRow]):
 
 
 def bare_example(row: dict[str, Any], where: str, config: DataConfig) -> Example:
-    """Return a row that needs a prompt and nothing else. Raises BadRow."""
+    """A row that needs only a prompt. Raises BadRow."""
     key, source = config.prompt_key, config.data_source or row.get(config.reward_fn_key)
     file = Path(where.rpartition(", ")[0]).stem
     prompt = prompt_of(column(row, key, where), where, key)

@@ -1,4 +1,4 @@
-"""The order in which rows are trained on: seeded per epoch or chosen by a curriculum, resumable to the exact row."""
+"""The order in which rows are trained on: seeded per epoch or by a curriculum, resumable to the exact row."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ from grpo_rl.registry import Registry
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One question to a curriculum: which `size` rows come next? A row may be named more than once."""
+    """A question to a curriculum: which `size` rows come next? A row may be named more than once."""
 
     size: int
     num_rows: int
     pass_rates: Mapping[int, float]
-    """Of each row that was answered: the share of its latest responses that pass (data.retire_metric, data.retire_score)."""
+    """Of each answered row: the share of its latest responses that pass (data.retire_metric,
+    data.retire_score)."""
     row: Callable[[int], Example]
-    """The row of a number, for its data_source or extra_info. Raises DataError for one that cannot be used."""
+    """The row of a number. Raises DataError for one that cannot be used."""
     usable: Callable[[int], bool]
-    """Whether a row can be used; false only with data.on_bad_row=skip or filtered long prompts."""
+    """False only with data.on_bad_row=skip or filtered long prompts."""
     rng: np.random.Generator
-    """Random numbers of this draw, the same after a resume."""
+    """The same after a resume."""
     state: dict[str, Any]
-    """What the function remembers from draw to draw, as JSON; a part of every checkpoint."""
+    """Remembered from draw to draw, as JSON; a part of every checkpoint."""
 
 
 CURRICULA: Registry[Callable[[Draw], Sequence[int]]] = Registry(
@@ -47,13 +48,11 @@ CURRICULA: Registry[Callable[[Draw], Sequence[int]]] = Registry(
 class RowOrder:
     """Batches of rows, epoch after epoch; the order is a function of (seed, epoch) and of nothing else.
 
-    With `shares`, pairs of an entry's rows and of its weight, an epoch has as many rows as there are, each entry's weight over the
-    sum of all of them. An entry's rows are gone through in one permutation after another, from epoch to epoch: none is drawn a
-    second time before each of the others was drawn.
+    With `shares`, (rows, weight) of each entry, an epoch has as many rows as there are, divided by weight. An
+    entry's rows are gone through in one permutation after another, from epoch to epoch.
 
-    Rows left over at the end of an epoch, fewer than a batch, are dropped (verl's `drop_last`). Rows that `is_usable` says
-    no to when their turn comes, because they are retired or turn out to be bad, are skipped. A draw that fails leaves the
-    position as it was.
+    Rows left over at the end of an epoch, fewer than a batch, are dropped (verl's `drop_last`). Rows to which
+    `is_usable` says no when their turn comes are skipped. A draw that fails leaves the position as it was.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class RowOrder:
         is_usable: Callable[[int], bool] = lambda row: True,
         shares: Sequence[tuple[int, float]] = (),
     ) -> None:
-        """`size_key` is the key that set the batch's size. Raises ConfigError for a batch that is larger than the data."""
+        """`size_key` set the batch's size. Raises ConfigError for a batch that is larger than the data."""
         if num_rows < batch_size:
             raise ConfigError(
                 f"{size_key}={batch_size} is larger than the training data, which has {num_rows} rows: "
@@ -78,11 +77,11 @@ class RowOrder:
         self._identity: dict[str, Any] = {"num_rows": num_rows, "shuffle": shuffle, "seed": seed}
         self._identity |= {"shares": [list(share) for share in shares]} if shares else {}
         self.num_named = 0
-        """The number of occurrences that `named` has made."""
+        """Occurrences that `named` has made."""
         self.seek(0, 0)
 
     def seek(self, epoch: int, position: int) -> None:
-        """Go to a position in an epoch, the epoch of the batch that is drawn next unless too few rows are left in it."""
+        """The next batch is of this epoch unless too few rows are left in it."""
         self.epoch, self.position, self._order = epoch, position, self._order_of(epoch)
 
     @contextmanager
@@ -97,9 +96,9 @@ class RowOrder:
             raise
 
     def next_batch(self) -> list[tuple[int, str]]:
-        """Return `batch_size` pairs of row index and uid, which names the occurrence and ends in `-r` and the row.
+        """`batch_size` pairs of row index and uid, which names the occurrence and ends in `-r` and the row.
 
-        Raises DataError when fewer rows than that can be drawn.
+        Raises DataError if fewer rows can be drawn.
         """
         epoch, position, order = self.epoch, self.position, self._order
         taken = self._first_usable(map(int, order[position:]))
@@ -116,7 +115,8 @@ class RowOrder:
         return [(row, f"e{epoch}{f'.{number}' if number else ''}-r{row}") for number, row in occurrences]
 
     def named(self, rows: Sequence[int]) -> list[tuple[int, str]]:
-        """Return pairs as `next_batch` does for rows that somebody else has chosen. Raises ValueError for a row that is not there."""
+        """Pairs as of `next_batch` for rows that were chosen elsewhere. Raises ValueError for an unknown
+        row."""
         num_rows = self._identity["num_rows"]
         if wrong := [row for row in rows if not 0 <= row < num_rows]:
             raise ValueError(f"there is no row {wrong[0]}: the training data have {num_rows} rows, from 0 on")
@@ -128,7 +128,7 @@ class RowOrder:
         return {"epoch": self.epoch, "position": self.position, **self._identity, **named}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken. Raises DataError when the order would be another one."""
+        """Raises DataError if the order would be another one."""
         changes = [f"{key} was {state.get(key)}, now {new}" for key, new in self._identity.items() if state.get(key) != new]
         if changes:
             raise DataError(f"cannot resume in the middle of the training data, its order has changed: {'; '.join(changes)}")
@@ -136,7 +136,7 @@ class RowOrder:
         self.num_named = int(state.get("num_named", 0))
 
     def _first_usable(self, entries: Iterator[int]) -> tuple[list[int], int] | None:
-        """Return a batch of the first usable ones, and how many were looked at; None if there are fewer."""
+        """The first usable rows, and how many were looked at; None if there are fewer than a batch."""
         usable: list[int] = []
         for number, entry in enumerate(entries, start=1):
             if self._is_usable(entry % self._identity["num_rows"]):
@@ -146,7 +146,7 @@ class RowOrder:
         return None
 
     def _order_of(self, epoch: int) -> np.ndarray:
-        """Return the rows of an epoch, int64; a row that is met for the n-th time in it has n times the number of all rows added."""
+        """int64; a row that is met for the n-th time in an epoch has n times the number of all rows added."""
         num_rows, shuffle, seed = (self._identity[key] for key in ("num_rows", "shuffle", "seed"))
         if not shuffle:
             return np.arange(num_rows)
@@ -162,7 +162,7 @@ class RowOrder:
         return np.random.default_rng((seed, epoch)).permutation(rows)
 
     def _part(self, number: int, size: int, start: int, count: int) -> np.ndarray:
-        """Return `count` rows of an entry of `size` rows, those from `start` on in its permutations one after the other."""
+        """`count` rows of an entry of `size` rows, from `start` on in its successive permutations."""
         num_rows, seed = self._identity["num_rows"], self._identity["seed"]
         first = start // size
         rounds = range(first, (start + count - 1) // size + 1)
@@ -171,7 +171,7 @@ class RowOrder:
 
 
 class Curriculum(RowOrder):
-    """Batches of the rows that a user's function chooses (`data.curriculum`); what it is told and remembers is in checkpoints."""
+    """Batches of rows that a user's function chooses; what it is told and remembers is in checkpoints."""
 
     def __init__(self, name: str, data: PromptDataset, batch_size: int, seed: int, size_key: str) -> None:
         super().__init__(len(data), batch_size, False, seed, size_key=size_key, is_usable=data.usable)
@@ -180,7 +180,7 @@ class Curriculum(RowOrder):
         self.state: dict[str, Any] = {}
 
     def next_batch(self) -> list[tuple[int, str]]:
-        """Return the rows that the function chooses. Raises FunctionError for others than it was asked for, DataError for a bad one."""
+        """Raises FunctionError for wrong rows, DataError for a bad one."""
         state = copy.deepcopy(self.state)
         try:
             rows = self._chosen()
@@ -229,10 +229,7 @@ class Curriculum(RowOrder):
 def make_row_order(
     config: Config, dataset: PromptDataset | TrainingSet[Any], is_retired: Callable[[int], bool] = lambda row: False
 ) -> RowOrder:
-    """Return the order in which rows of `dataset` are drawn.
-
-    Raises ConfigError for a batch larger than the data, and for a weight of an entry without rows.
-    """
+    """Raises ConfigError for a batch larger than the data, and for a weight of an entry without rows."""
     data = config.data
     size_key = "data.train_batch_size" if data.gen_batch_size is None else "data.gen_batch_size"
     if data.curriculum is not None and isinstance(dataset, PromptDataset):

@@ -1,7 +1,5 @@
-"""`grpo-rl prepare gsm8k|math --from FILE --to FOLDER`: original files in verl's row format.
-
-Prompts are worded as verl's own preparation words them.
-"""
+"""`grpo-rl prepare`: original files in verl's row format, with prompts worded as by verl's own
+preparation."""
 
 from __future__ import annotations
 
@@ -27,10 +25,7 @@ VERL_KEYS = {"data_source", "prompt", "reward_model"}
 
 
 def gsm8k(record: Record, split: str, index: int) -> Row:
-    """A row of GSM8K from {question, answer}; the ground truth is what follows `####`, without commas.
-
-    Raises ValueError for a record without these, or an answer without its number.
-    """
+    """From {question, answer}; the ground truth is what follows `####`, without commas. Raises ValueError."""
     question, answer = _text(record, "question"), _text(record, "answer")
     _, marker, final = answer.rpartition("#### ")
     truth = final.strip().replace(",", "")
@@ -45,9 +40,10 @@ def gsm8k(record: Record, split: str, index: int) -> Row:
 
 
 def math(record: Record, split: str, index: int) -> Row:
-    r"""A row of MATH from {problem, solution, level, type}, or of MATH-500; the ground truth is in the solution's last \boxed.
+    r"""From {problem, solution, level, type}, or MATH-500's; the ground truth is in the solution's last
+    \boxed.
 
-    Raises ValueError for a record without problem or solution, or a solution without a complete box.
+    Raises ValueError.
     """
     problem, solution = _text(record, "problem"), _text(record, "solution")
     truth = last_boxed(solution, bare_end="$")
@@ -86,13 +82,13 @@ def _text(record: Record, key: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the file. Returns 0. Raises ConfigError for wrong options, DataError for rows that cannot be read."""
     print(prepare(_parser().read(argv)))
     return 0
 
 
 def prepare(arguments: argparse.Namespace) -> str:
-    """Write the file, and return in words what was written."""
+    """Returns in words what was written. Raises ConfigError for wrong options, DataError for unreadable
+    rows."""
     original = FORMATS[arguments.format]
     target = Path(arguments.to).expanduser() / f"{arguments.split}.{arguments.type}"
     if target.exists() and not arguments.overwrite:

@@ -1,5 +1,3 @@
-"""The way from a checked row to tokens: system prompt, chat template, tokenizer."""
-
 from __future__ import annotations
 
 import json
@@ -19,15 +17,16 @@ from grpo_rl.errors import ConfigError, DataError, did_you_mean
 
 SET_BY_US = (*("conversation", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict", "return_tensors"),)
 USUAL_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "developer": "system"}
-"""Roles that many data sets have, and what most chat templates call them."""
+"""Roles of many data sets, and what most chat templates call them."""
 _STAND_IN = "Zq{}Xk7"
-"""Stands for the text number {} of a conversation while it is tried whether a template shows it."""
+"""Stands for text number {} of a conversation while it is tried whether a template shows it."""
 
 
 class Renderer:
-    """Turns rows into the text and the tokens that the model sees, as `data` of the configuration says.
+    """From rows to the text and the tokens that the model sees, as `data` of the configuration says.
 
-    Texts that it returns are marked (`control_words.py`): `words.encode` makes tokens of them, `unmarked` what can be shown.
+    Texts that it returns are marked (`control_words.py`): `words.encode` makes tokens of them, `unmarked`
+    what is shown.
     """
 
     def __init__(self, config: DataConfig, tokenizer: Any) -> None:
@@ -59,12 +58,12 @@ class Renderer:
         self._left_out: dict[tuple[Any, ...], frozenset[str]] = {}
 
     def reads(self, name: str) -> bool:
-        """Return whether the chat template uses a variable of this name; true if there is no template to look at."""
+        """Whether the chat template uses this variable; true if there is no template to look at."""
         text = self._template_text()
         return not text or re.search(rf"\b{re.escape(name)}\b", text) is not None
 
     def _template_text(self) -> str:
-        """Return the chat template itself; empty without one, and for a tokenizer that renders without Jinja."""
+        """Empty without a template, and for a tokenizer that renders without Jinja."""
         if not self.has_template or not hasattr(self.tokenizer, "get_chat_template"):
             return ""
         return str(self.tokenizer.get_chat_template(self.options.get("chat_template"), tools=self.options.get("tools")))
@@ -74,7 +73,7 @@ class Renderer:
         return self.options.get("chat_template") is not None or getattr(self.tokenizer, "chat_template", None) is not None
 
     def render(self, prompt: Asked, where: str) -> str:
-        """The prompt as text. Raises BadRow for messages that the template refuses, DataError if there is no template."""
+        """Raises BadRow for messages that the template refuses, DataError if there is no template."""
         if isinstance(prompt, str):
             if self.system_prompt is not None:
                 raise BadRow(
@@ -102,8 +101,8 @@ class Renderer:
     def check_shown(self, messages: list[Any], where: str, **options: Any) -> None:
         """Raise BadRow for a message, a tool call or tools that the chat template leaves out of the prompt.
 
-        Templates pass over roles that they do not know without a word. It is tried with other words in the place of each text, for a
-        template may write a text in another way, and only once for all conversations of one form.
+        Templates pass over roles that they do not know without a word. Tried with stand-ins for all texts,
+        which a template may write in another way, and once for all conversations of one form.
         """
         options = {**self.options, **options}
         form = (*map(_form, messages), bool(options.get("tools")))
@@ -126,7 +125,8 @@ class Renderer:
                     )
 
     def _tried(self, messages: list[Any], where: str, options: dict[str, Any]) -> frozenset[str]:
-        """Return which parts of a conversation the template leaves out: `2 content`, `3 tool_calls`, `tools`; none if it refuses all."""
+        """The parts that the template leaves out: `2 content`, `3 tool_calls`, `tools`; none if it refuses
+        all."""
         stand_ins: dict[str, list[str]] = {}
 
         def stand_in(part: str) -> str:
@@ -153,7 +153,8 @@ class Renderer:
         return frozenset(part for part, words in stand_ins.items() if any(word not in text for word in words))
 
     def answer(self, asked: Asked, prompt: str, answer: str, where: str) -> str:
-        """Return what follows the rendered `prompt` if the assistant gives this answer; a plain string's answer is itself.
+        """What follows the rendered `prompt` if the assistant gives this answer; a plain string's answer is
+        itself.
 
         Raises BadRow if the template does not make a conversation that begins with its own prompt.
         """
@@ -169,7 +170,7 @@ class Renderer:
         return text[len(prompt) :]
 
     def tokenize_answers(self, texts: Sequence[str], plain: bool) -> list[list[int]]:
-        """Return the token ids of answers as the policy would sample them: up to the token that ends a turn, or, of `plain` texts, the sequence.
+        """Answers as the policy samples them: up to the token that ends a turn or, if `plain`, the sequence.
 
         What a template writes after that token is never sampled. An answer without it gets it.
         """
@@ -179,7 +180,7 @@ class Renderer:
 
     @cached_property
     def turn_end(self) -> int:
-        """The token with which the assistant ends a turn: the first control token that the template writes behind it."""
+        """The first control token that the template writes behind an assistant's turn."""
         end = int(self.tokenizer.eos_token_id)
         if not self.has_template:
             return end
@@ -194,7 +195,7 @@ class Renderer:
         return next((number for number in behind if number in control), end)
 
     def sampled(self, ids: Any, text: str) -> list[int] | None:
-        """Return the token ids that were sampled as `text`; None if they are missing, or are another tokenizer's."""
+        """The token ids that were sampled as `text`; None if they are missing or another tokenizer's."""
         if not isinstance(ids, list) or not ids or not all(type(number) is int for number in ids):
             return None
         if not 0 <= min(ids) <= max(ids) < len(self.tokenizer):
@@ -204,17 +205,17 @@ class Renderer:
         return ids if "".join(decoded.split()) == "".join(text.split()) else None
 
     def messages(self, prompt: Asked) -> tuple[Message, ...] | None:
-        """The chat messages that a prompt's text is rendered from; None for a plain string."""
+        """None for a plain string."""
         return None if isinstance(prompt, str) else tuple(self.with_system(prompt))
 
     def with_system(self, messages: list[Any]) -> list[Any]:
-        """Return the messages after `data.system_prompt`, unless they begin with a system message."""
+        """`data.system_prompt` comes first unless the messages have a system message."""
         if self.system_prompt is None or messages[0]["role"] == "system":
             return messages
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
     def text(self, messages: list[Any], where: str, **options: Any) -> str:
-        """Return the rendered messages, with the beginning of an answer unless `add_generation_prompt` is false."""
+        """With the beginning of an answer unless `add_generation_prompt` is false."""
         options = {"add_generation_prompt": True} | options
         text = self.apply(messages, where, tokenize=False, **options)
         assert isinstance(text, str)
@@ -223,7 +224,6 @@ class Renderer:
         return text
 
     def apply(self, messages: list[Any], where: str, **options: Any) -> Any:
-        """Return what `apply_chat_template` makes of the messages."""
         options = {**self.options, **options}
         try:
             return self._apply(messages, options)
@@ -239,7 +239,7 @@ class Renderer:
         return self.words.tokenizer_of([marked, marked_options]).apply_chat_template(marked, **{**options, **marked_options})
 
     def tokenize(self, prompts: Sequence[Asked], texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of rendered prompts; a template brings its own special tokens, a plain string gets the tokenizer's."""
+        """A template brings its own special tokens, a plain string gets the tokenizer's."""
         ids: list[list[int]] = [[] for _ in texts]
         for is_plain in (False, True):
             chosen = [index for index, prompt in enumerate(prompts) if isinstance(prompt, str) == is_plain]
@@ -251,7 +251,7 @@ class Renderer:
 
 
 def _form(message: Message) -> tuple[Any, ...]:
-    """Return what a template may tell two messages apart by, beside their words."""
+    """What a template may tell two messages apart by, beside their words."""
     calls = tuple(bool(_function_of(call).get("arguments")) for call in message.get("tool_calls") or ())
     return message["role"], bool(message["content"].strip()), calls, *sorted(name for name in message if message[name])
 
@@ -261,7 +261,7 @@ def _function_of(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _call_like(call: dict[str, Any], name: str, part: str, stand_in: Callable[[str], str]) -> dict[str, Any]:
-    """Return a tool call of the same form with other words."""
+    """A tool call of the same form with other words."""
     function = {**_function_of(call), "name": name}
     if function.get("arguments"):
         function["arguments"] = {"argument": stand_in(part)}
@@ -286,7 +286,7 @@ def _cause(error: Exception) -> str:
 
 
 def template_text(template: str) -> str:
-    """The template that `data.chat_template` gives: itself if it has Jinja's braces, else what the file of that name holds."""
+    """`template` itself if it has Jinja's braces, else the text of the file of that name."""
     if "{{" in template or "{%" in template:
         return template
     path = Path(template).expanduser()
@@ -301,7 +301,7 @@ def template_text(template: str) -> str:
 
 
 def truncate(token_ids: np.ndarray, limit: int, side: str) -> np.ndarray:
-    """Return `limit` of the tokens: `left` and `right` cut off that side, `middle` keeps both ends (the right one longer if odd)."""
+    """`left` and `right` cut off that side, `middle` keeps both ends (the right one longer if odd)."""
     if side == "left":
         return token_ids[-limit:]
     if side == "right":

@@ -1,8 +1,5 @@
-"""The rows of a data set, by their number: read, rendered and tokenized when they are drawn, some or all checked at the start.
-
-`RowSet` is what all kinds of rows share: where they come from, bad and long ones, the check. Each kind says how one row is
-read, how long it is, and what is made of it: prompts (`dataset.py`), and rows that are trained as they stand (`training_rows/`).
-"""
+"""The rows of a data set, by their number: read, rendered and tokenized when they are drawn, checked at the
+start."""
 
 from __future__ import annotations
 
@@ -30,20 +27,20 @@ CHECKED_OF_MANY = 1000
 """Rows of a large data set that are checked at the start: so many first ones, and so many spread over all."""
 LISTED = 10
 SHOWN = 5
-"""Bad rows met later that are each shown as a line; the file has them all."""
+"""Bad rows met later that are shown; the file has them all."""
 
 Row = TypeVar("Row")
 
 
 class BadRows:
-    """The bad rows of one data set: all counted, each once, the first ones shown, and all written to `file` if one is given."""
+    """The bad rows of one data set, each counted once; all are written to `file` if it is given."""
 
     def __init__(
         self, action: Literal["error", "skip"], file: Path | None = None, warn: Callable[[str], None] = lambda text: None
     ) -> None:
         self.action, self.file, self.warn = action, file, warn
         self.found: dict[int, str] = {}
-        """What is wrong with the bad rows so far, by their number."""
+        """What is wrong, by the row's number."""
 
     def report(self, num_checked: int) -> None:
         """Show what was `found` at the start. Raises one DataError for all of it under `error`."""
@@ -55,7 +52,7 @@ class BadRows:
         self._write(messages)
         rest = [f"and {len(messages) - LISTED} more"] if len(messages) > LISTED else []
         rest += [f"see {self.file}"] if self.file is not None else []
-        # The first line has one of them, for it may be all that is shown.
+        # The first line has one of them: it may be all that is shown.
         title = f"{len(messages)} bad row{'s' if len(messages) > 1 else ''} of the {num_checked} checked: "
         text = "\n  ".join([title + messages[0], *messages[1:LISTED], *([", ".join(rest)] if rest else [])])
         if self.action == "error":
@@ -63,7 +60,7 @@ class BadRows:
         self.warn(f"left out {text}")
 
     def met(self, index: int, error: DataError) -> None:
-        """Take note of a bad row whose turn has come. Raises `error` under `error`."""
+        """Note a bad row whose turn has come. Raises `error` under `error`."""
         if self.action == "error":
             raise error
         if index in self.found:
@@ -82,14 +79,14 @@ class BadRows:
 @dataclass(slots=True)
 class RowReport:
     num_rows: int
-    """Rows in the files, after max_samples."""
+    """After max_samples."""
     num_checked: int = 0
     num_dropped: int = 0
     num_truncated: int = 0
     num_bad: int = 0
-    """Rows left out because something is wrong with them (data.on_bad_row=skip)."""
+    """Left out under data.on_bad_row=skip."""
     longest: int = 0
-    """Tokens of the longest prompt or sequence as read."""
+    """Tokens of the longest prompt or sequence."""
     num_control: int = 0
     """Rows with control words in their text, which are plain text there."""
     num_from_text: int = 0
@@ -117,18 +114,19 @@ class RowReport:
 
 
 class TooLongRow(DataError):
-    """A row that is longer than allowed, and not cut."""
+    """Longer than allowed, and not cut."""
 
 
 class RowSet(ABC, Generic[Row]):
     """The rows of one or several sources, by their number.
 
-    If all rows were checked at the start, the set has the usable ones alone, numbered without gaps. A row of larger data
-    may turn out to be unusable when it is drawn: `usable` says so, always the same for the same row.
+    If all rows were checked at the start, the set has the usable ones alone, numbered without gaps. A row of
+    larger data may turn out to be unusable when it is drawn: `usable` says so, always the same for the same
+    row.
     """
 
     kept_rows: ClassVar[int] = 65_536
-    """Rows kept ready after they were read: 64 MiB of tokens if each has 256."""
+    """64 MiB of tokens if each row has 256."""
     too_long: ClassVar[str] = "has {length} tokens, more than the longest sequence of {longest}"
     ways_out: ClassVar[str]
     """The advice for rows that are too long."""
@@ -144,8 +142,8 @@ class RowSet(ABC, Generic[Row]):
         bad_rows: BadRows | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        """Open the sources; of their rows the first `max_samples` (-1: all). `longest` is the most tokens that a row may have,
-        `vocab_size` the entries of the model's embedding (None: not known)."""
+        """`longest` is the most tokens that a row may have, `vocab_size` the entries of the model's
+        embedding."""
         if not files:
             raise DataError("no data files are given")
         self.config, self.longest, self.vocab_size = config, longest, vocab_size
@@ -165,18 +163,17 @@ class RowSet(ABC, Generic[Row]):
         self._kept: OrderedDict[int, Row] = OrderedDict()
 
     def _tokenized(self, row: dict[str, Any], where: str) -> Row:
-        """Return a row of the source, at this place, as tokens. Raises BadRow."""
+        """Raises BadRow."""
         raise NotImplementedError
 
     def _length(self, row: Any) -> int:
         return len(row.token_ids)
 
     def _cut(self, row: Row, where: str) -> Row | None:
-        """Return a row that is too long as a shorter one; None for a kind that is never cut."""
+        """A shorter row; None for a kind that is never cut."""
         return None
 
     def _tokenized_all(self, indices: Sequence[int]) -> Iterator[tuple[int, Row | BadRow]]:
-        """Yield rows of the source, each by its number, or what is wrong with it."""
         for index in indices:
             num_texts = self.renderer.words.num_texts
             try:
@@ -195,7 +192,7 @@ class RowSet(ABC, Generic[Row]):
         return np.diff(ends, prepend=0).tolist()
 
     def row(self, row: int) -> Row:
-        """Return row `row`. Raises DataError for one that cannot be used."""
+        """Raises DataError for a row that cannot be used."""
         index = row if self._rows is None else int(self._rows[row])
         if index in self._kept:
             self._kept.move_to_end(index)
@@ -207,7 +204,7 @@ class RowSet(ABC, Generic[Row]):
         return self._source.row(row if self._rows is None else int(self._rows[row]))
 
     def usable(self, row: int) -> bool:
-        """Return whether a row can be trained on. Raises DataError for one that may not be skipped."""
+        """Raises DataError for a row that may not be skipped."""
         if self._rows is not None:
             return True
         try:
@@ -221,10 +218,10 @@ class RowSet(ABC, Generic[Row]):
             return False
 
     def checked(self, whole: bool = False, note: Callable[[str], None] | None = None) -> Self:
-        """Return these rows, after reading all of up to `data.check_rows` or if they are wanted `whole`; of more, a sample.
+        """These rows, after reading up to `data.check_rows`, or all if `whole`; of more, a sample.
 
-        All that is wrong is reported at once. Raises DataError for bad rows under data.on_bad_row=error, for rows that are too
-        long and neither dropped nor cut, and if no row is left.
+        Raises one DataError for bad rows under data.on_bad_row=error, for rows that are too long and neither
+        dropped nor cut, and if no row is left.
         """
         total, report = self.report.num_rows, self.report
         indices: Sequence[int] = range(total)
@@ -260,7 +257,7 @@ class RowSet(ABC, Generic[Row]):
         return self
 
     def _keep(self, index: int, tokenized: Row | BadRow) -> Row:
-        """Keep a row that was read, cut if it is too long and may be cut. Raises BadRow, and TooLongRow for a long one."""
+        """Raises BadRow, and TooLongRow."""
         if isinstance(tokenized, BadRow):
             raise tokenized
         if self.vocab_size is not None and (token := largest_token(tokenized)) >= self.vocab_size:
@@ -287,7 +284,7 @@ class RowSet(ABC, Generic[Row]):
 
 
 def largest_token(row: Any) -> int:
-    """Return the largest token id in the arrays of a row whose names end in `ids`, -1 without any."""
+    """Of the arrays of a row whose names end in `ids`; -1 without any."""
     arrays = [getattr(row, field.name) for field in fields(row) if field.name.endswith("ids")]
     return max((int(ids.max()) for ids in arrays if len(ids)), default=-1)
 
@@ -299,19 +296,18 @@ class TrainingSet(RowSet[Row]):
 
     @abstractmethod
     def batch(self, rows: Sequence[int]) -> Batch:
-        """Return these rows as a batch; what a row makes, one rollout or several, is one group. Raises DataError for one that cannot be used."""
+        """What a row makes, one rollout or several, is one group. Raises DataError for a row that cannot be
+        used."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingRows:
-    """The rows that a run learns from, and those on which its loss is measured beside."""
-
     train: TrainingSet[Any]
     val: TrainingSet[Any] | None = None
 
 
 def batch_of_sequences(rows: Sequence[Any], prompt_lengths: Sequence[int], rewards: float, **columns: Any) -> Batch:
-    """Return rows as a batch of one rollout each, in a group of its own, with this reward and these further columns.
+    """A batch of one rollout for each row, in a group of its own.
 
     A row has `token_ids` (int32 [tokens]) and `positions` (int64 [trained tokens], ascending).
     """

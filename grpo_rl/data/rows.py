@@ -1,4 +1,4 @@
-"""verl's row format, checked: one row of a source becomes one `Example`. What is wrong with a row is a BadRow with its place."""
+"""verl's row format, checked: a row of a source becomes an `Example`, or a BadRow with its place."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from grpo_rl.errors import DataError, did_you_mean
 
 Message = dict[str, Any]
 Asked = list[Message] | str
-"""A prompt: chat messages, or a plain string that is used as it is."""
+"""Chat messages, or a plain string that is used as it is."""
 LARGEST_ROW = 8 * 2**20
-"""Bytes of one row, or characters of one text in it. A longer one is a mistake, and would hold up the whole run."""
+"""Bytes of a row, or characters of a text in it. A longer one is a mistake, and would hold up the whole
+run."""
 DEEPEST_ROW = 64
-"""Lists and objects within each other in one row."""
 
 
 class BadRow(DataError):
-    """One row that cannot be used, while the rest of its file may: what `data.on_bad_row=skip` leaves out."""
+    """What `data.on_bad_row=skip` leaves out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Example:
 
 
 def example(row: dict[str, Any], where: str, config: DataConfig) -> Example:
-    """Return the row with the columns that `config` names, checked. Raises BadRow."""
+    """Raises BadRow."""
     check_row(row, where)
     keys = {"data.prompt_key": config.prompt_key, "data.ground_truth_key": config.ground_truth_key}
     if config.data_source is None:
@@ -57,7 +57,7 @@ def example(row: dict[str, Any], where: str, config: DataConfig) -> Example:
 
 
 def _check_sendable(value: Any, where: str, key: str) -> None:
-    """Raise BadRow for a value that cannot be handed to a reward function in another process."""
+    """Raise BadRow for a value that cannot be sent to a reward function in another process."""
     if isinstance(value, dict | list):
         for name, part in value.items() if isinstance(value, dict) else enumerate(value):
             _check_sendable(part, where, f"{key}.{name}" if isinstance(value, dict) else f"{key}[{name}]")
@@ -66,7 +66,7 @@ def _check_sendable(value: Any, where: str, key: str) -> None:
 
 
 def _missing_columns(row: dict[str, Any], where: str, keys: dict[str, str]) -> BadRow:
-    """Return the error for all columns that the row lacks, each with the key that names it and the likeliest other column."""
+    """Names for each missing column the key that names it and the likeliest other column."""
     missing = {key: name.split(".")[0] for key, name in keys.items() if name.split(".")[0] not in row and name not in row}
     unused_columns = [column for column in map(str, row) if column not in keys.values()]
     named = []
@@ -90,16 +90,12 @@ _USUAL = {
     "data.prompt_key": ("question", "problem", "query", "instruction", "input", "prompt", "text", "messages"),
     "data.ground_truth_key": ("answer", "solution", "target", "output", "label", "completion", "ground_truth"),
 }
-"""Usual names of the columns with the prompt and with the right answer."""
 _RULES = (("####", "gsm8k"), ("\\boxed", "math"))
 """What stands before the answer in a solution, and the rule that finds it there."""
 
 
 def column(row: dict[str, Any], key: str, where: str, optional: bool = False) -> Any:
-    """The value of the column, or of a dotted path into it; None for one that is missing and `optional`.
-
-    A column that is called as the whole path is taken first. Raises BadRow, with near names, for a missing one.
-    """
+    """A column called as the whole dotted path is taken first. Raises BadRow, with near names."""
     if key in row:
         return row[key]
     value: Any = row
@@ -123,7 +119,7 @@ def column(row: dict[str, Any], key: str, where: str, optional: bool = False) ->
 
 
 def prompt_of(value: Any, where: str, key: str) -> Asked:
-    """Return the value of the prompt's column. Raises BadRow unless it is text or chat messages."""
+    """Raises BadRow unless the value is text or chat messages."""
     if isinstance(value, str) and value:
         return value
     if not isinstance(value, list) or not value:
@@ -132,7 +128,7 @@ def prompt_of(value: Any, where: str, key: str) -> Asked:
 
 
 def messages_of(value: Any, where: str, key: str) -> list[Message]:
-    """Return the chat messages of a column without their empty parts; the arguments of tool calls that are JSON text are parsed.
+    """Messages without their empty parts; arguments of tool calls that are JSON text are parsed.
 
     Raises BadRow unless each has a role and a content; one with tool calls needs no content.
     """
@@ -141,7 +137,7 @@ def messages_of(value: Any, where: str, key: str) -> list[Message]:
     messages = []
     for number, entry in enumerate(value):
         expect(entry, dict, where, f"{key}[{number}]", "a message {role, content}")
-        # Tables have every part in every message, with nothing in it if the message does not have it.
+        # Tables have every part in every message.
         message = {part: content for part, content in entry.items() if content is not None}
         if calls := message.get("tool_calls"):
             message = {"content": ""} | message | {"tool_calls": _calls_of(calls, where, f"{key}[{number}].tool_calls")}
@@ -152,7 +148,7 @@ def messages_of(value: Any, where: str, key: str) -> list[Message]:
 
 
 def _calls_of(calls: Any, where: str, key: str) -> list[dict[str, Any]]:
-    """Return the tool calls of a message in OpenAI's form, or each a plain {name, arguments}, with their arguments as values."""
+    """Calls in OpenAI's form, or each a plain {name, arguments}."""
     expect(calls, list, where, key, "a list of calls {function: {name, arguments}}")
     parsed = []
     for number, call in enumerate(calls):
@@ -168,7 +164,7 @@ def _calls_of(calls: Any, where: str, key: str) -> list[dict[str, Any]]:
 
 
 def from_json(value: Any, where: str, key: str) -> Any:
-    """Return the value of a JSON text, and anything else as it is. Raises BadRow for text that is no JSON."""
+    """Raises BadRow for text that is no JSON; anything but text is returned as it is."""
     if not isinstance(value, str):
         return value
     try:
@@ -180,7 +176,7 @@ def from_json(value: Any, where: str, key: str) -> Any:
 
 
 def finite(value: Any) -> float:
-    """The value as a float; NaN for whatever is no finite number."""
+    """NaN for whatever is no finite number."""
     # Not isinstance: true is no number here.
     if type(value) not in (int, float):
         return math.nan
@@ -192,7 +188,7 @@ def finite(value: Any) -> float:
 
 
 def plain(value: Any) -> Any:
-    """The value without numpy types, None for NaN, exact text for dates, times and decimals, all the way down."""
+    """Without numpy types; None for NaN, exact text for dates, times and decimals."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -207,14 +203,15 @@ def plain(value: Any) -> Any:
 
 
 class NotJson:
-    """Stands in a parsed row for something that JSON does not have or that has no single meaning."""
+    """In a parsed row: something that JSON does not have or that has no single meaning."""
 
     def __init__(self, found: str, advice: str) -> None:
         self.found, self.advice = found, advice
 
 
 def check_row(row: dict[str, Any], where: str) -> None:
-    """Raise BadRow for a row with pictures or films, which nothing here shows to a model, and for values that `check_values` refuses."""
+    """Raise BadRow for pictures or films, which no model is shown here, and for what `check_values`
+    refuses."""
     check_values(row, where)
     for name in ("images", "videos"):
         if row.get(name):
@@ -224,7 +221,7 @@ def check_row(row: dict[str, Any], where: str) -> None:
 
 
 def check_values(value: Any, where: str, column: str = "", depth: int = 0) -> None:
-    """Raise BadRow, with the column, for what no later part could carry: lone surrogates, NUL, infinity, depth, a huge text."""
+    """Raise BadRow for lone surrogates, NUL, infinity, deep nesting, a huge text."""
     if isinstance(value, str):
         _check_text(value, where, column)
     elif isinstance(value, NotJson):
@@ -259,20 +256,18 @@ def _check_text(text: str, where: str, column: str) -> None:
 
 
 def wrong(where: str, column: str, value: Any, expected: str) -> BadRow:
-    """The error for a column of another type or value."""
     text = repr(value)
     text = text if len(text) <= 80 else text[:77] + "..."
     return BadRow(f"{where}: column {column!r} is {text} ({type(value).__name__}); expected {expected}")
 
 
 def expect(value: Any, kind: type | tuple[type, ...], where: str, column: str, expected: str) -> None:
-    """Raise BadRow, with place and column, for a value of another type."""
     if not isinstance(value, kind):
         raise wrong(where, column, value, expected)
 
 
 def irregular(path: Path) -> str | None:
-    """Return what a path is that is neither a regular file nor a folder; None for these, and for what is not there."""
+    """None for a regular file, a folder, and what is not there."""
     kinds = {
         "a FIFO": path.is_fifo(),
         "a socket": path.is_socket(),

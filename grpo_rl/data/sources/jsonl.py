@@ -16,16 +16,17 @@ from grpo_rl.errors import DataError
 
 BLOCK = 8 * 2**20
 LARGEST_ARRAY = 512 * 2**20
-"""Bytes of a .json file that is one array: it can only be read whole."""
+"""Bytes: an array can only be read whole."""
 BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 _BLANK = (0x09, 0x0A, 0x0D, 0x20)
 
 
 class JsonLines(RowSource):
-    """One object a line. Opening it makes one pass that notes where each line starts; a line is parsed when it is drawn.
+    """One object a line, parsed when it is drawn; opening notes where each line starts, 16 bytes of memory a
+    row.
 
-    16 bytes of memory a row, whatever the rows hold. Blank lines are no rows. Of a larger file than `most_bytes` only the lines
-    that end in about so many bytes are there.
+    Blank lines are no rows. Of a larger file than `most_bytes` only the lines that end in about so many bytes
+    are there.
     """
 
     def __init__(self, name: str, file: IO[bytes], num_bytes: int, most_bytes: int | None = None) -> None:
@@ -48,10 +49,7 @@ class JsonLines(RowSource):
 
 
 def open_json(name: str, path: Path, most_bytes: int | None = None) -> RowSource:
-    """The rows of a .json or .jsonl file; of lines those in the first `most_bytes`, if given.
-
-    Raises DataError for an empty file, a byte-order mark, and an array that is broken or too large.
-    """
+    """Raises DataError for an empty file, a byte-order mark, and an array that is broken or too large."""
     file = path.open("rb")
     head = os.pread(file.fileno(), 4096, 0)
     if not head:
@@ -70,7 +68,7 @@ def open_json(name: str, path: Path, most_bytes: int | None = None) -> RowSource
 
 
 def parse_row(data: bytes, where: str, start: int = 0) -> dict[str, Any]:
-    """Return the object that one line holds; `start` is the line's place in the file. Raises BadRow and nothing else."""
+    """`start` is the line's place in the file. Raises BadRow and nothing else."""
     row = _parsed(data, lambda line: where, start)
     if not isinstance(row, dict):
         raise BadRow(f"{where}: expected an object with the row's columns, found {type(row).__name__}")
@@ -78,7 +76,7 @@ def parse_row(data: bytes, where: str, start: int = 0) -> dict[str, Any]:
 
 
 def _parsed(data: bytes, where: Callable[[int], str], start: int = 0) -> Any:
-    """Return the value of a JSON text; `where` gives the place of a line of it. Raises BadRow and nothing else."""
+    """`where` gives the place of a line of the text. Raises BadRow and nothing else."""
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:

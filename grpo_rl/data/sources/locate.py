@@ -1,4 +1,4 @@
-"""The meaning of a name in `data.train_files` (a file, a folder, a task, a data set of a hub), and a first look into such files."""
+"""The meaning of a name in `data.train_files`, and a first look into such files."""
 
 from __future__ import annotations
 
@@ -19,19 +19,17 @@ TABLE_SUFFIXES = (".parquet", ".arrow", ".feather", ".csv")
 DATA_SUFFIXES = (*TABLE_SUFFIXES, ".jsonl", ".json")
 HUB_PREFIX = "hf:"
 _OF_DATASETS = ("cache-", "indices", "dataset_info.json", "state.json", "dataset_dict.json")
-"""Files that the package `datasets` keeps beside the rows that it saved."""
+"""Files that `datasets` keeps beside saved rows."""
 FIRST_ROWS, FIRST_BYTES = 64, 16 * 2**20
-"""Rows that are looked at of each file before anything starts, and bytes in which lines are looked for."""
+"""Rows of each file that are looked at before anything starts, and bytes in which lines are looked for."""
 LISTED = 10
-"""Bad rows that are then named, of all files together."""
 
 
 def open_source(name: str) -> RowSource:
-    """The rows that `name` stands for.
+    """A file; a folder (`FOLDER?split=train` if it has splits); `task:NAME?option=value`;
+    `hf:owner/name?split=train`.
 
-    A file; a folder, as `datasets` saves one or with data files in it (`FOLDER?split=train` if it has splits);
-    `task:NAME?option=value`; `hf:owner/name?split=train&config=main`. Raises DataError for what is not there, empty or
-    broken as a whole, and ConfigError for an option that does not exist.
+    Raises DataError for what is not there, empty or broken as a whole, and ConfigError for an unknown option.
     """
     if name.startswith(TASK_PREFIX):
         rows = task_rows(name)
@@ -47,9 +45,10 @@ def open_source(name: str) -> RowSource:
 
 
 def data_files(name: str) -> list[tuple[str, Path]]:
-    """Return the files that hold the rows of `name`, a file or a folder, in the order of the rows, each as messages name it.
+    """The files of a file or a folder, in the order of the rows, each as messages name it.
 
-    Raises DataError for what is not there, empty, no regular file or of an unknown kind, and ConfigError for an option.
+    Raises DataError for what is not there, empty, no regular file or of an unknown kind; ConfigError for an
+    option.
     """
     path, split = Path(name).expanduser(), None
     if not path.exists() and "?" in name:
@@ -83,7 +82,7 @@ def _file(name: str, path: Path) -> RowSource:
 
 
 def _folder_files(name: str, path: Path, split: str | None) -> list[Path]:
-    """Return the data files of a folder by name: of the folder of a split, or those whose names begin with it."""
+    """Of the folder of a split, or those whose names begin with it."""
     if split is not None and (path / split).is_dir():
         path, split = path / split, None
     folder = path / "data" if (path / "data").is_dir() else path
@@ -104,7 +103,7 @@ def _is_data(file: Path) -> bool:
 
 
 def _from_hub(name: str) -> RowSource:
-    """A data set of the Hugging Face hub by its name, or of a local folder as `datasets` reads one."""
+    """A data set of the Hugging Face hub, or of a local folder as `datasets` reads one."""
     repository, options = split_options(name, known=("split", "config", "revision"))
     repository = repository.removeprefix(HUB_PREFIX)
     split = options.get("split")
@@ -142,12 +141,11 @@ def _named(files: list[Path]) -> str:
 
 
 def check_data_files(config: DataConfig, read: Callable[[dict[str, Any], str, DataConfig], Any] = example) -> list[str]:
-    """Return the problems of the files in `data.train_files` and `data.val_files`, each with the file and its line or row.
+    """The problems of the data files, each with the file and its line or row, before anything is started.
 
-    It is made before a model is loaded or a process started. Of each file the first rows are read; `read` checks one row, and
-    raises BadRow. A file that cannot be used is always a
-    problem; rows that cannot be used are ten lines at most, one for those that lack the same, and none under
-    `data.on_bad_row=skip`. Of a task the first row is looked at; hub data sets and what a class of the user's own reads are not.
+    Of each file the first rows are read; `read` checks one and raises BadRow. Bad rows are ten lines at most,
+    one for those that lack the same, and none under `data.on_bad_row=skip`. Of a task the first row is looked
+    at; hub data sets and what a user's own class reads are not.
     """
     if config.custom_cls.path is not None:
         return []
@@ -173,7 +171,7 @@ def check_data_files(config: DataConfig, read: Callable[[dict[str, Any], str, Da
 
 
 def _heads(name: str) -> list[RowSource]:
-    """Return the beginning of each file. Raises DataError for one that cannot be used, or has no rows."""
+    """The beginning of each file. Raises DataError for one that cannot be used, or has no rows."""
     if name.startswith(TASK_PREFIX):
         try:
             return [Rows(name, [open_source(name).row(0)])]

@@ -1,4 +1,4 @@
-"""Sources of rows: each knows its length at once, and a row is read when it is asked for."""
+"""Sources of rows: each knows its length at once, and reads a row when it is asked for it."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ Fingerprint = list[dict[str, Any]]
 class RowSource(ABC):
     name: str
     num_bytes: int = 0
-    """Size of the file as it lies on the disk; 0 for rows that are in no file."""
+    """0 for rows that are in no file."""
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
     def row(self, index: int) -> dict[str, Any]:
-        """Return row `index`. Raises BadRow, with its place."""
+        """Raises BadRow, with its place."""
 
     def where(self, index: int) -> str:
-        """Return the place of row `index` as a message names it: `train.jsonl, line 3`."""
+        """The row's place as a message names it: `train.jsonl, line 3`."""
         return f"{self.name}, row {index}"
 
 
 class Rows(RowSource):
-    """Rows that are in memory, or in whatever else has a length and can be indexed: tasks, arrays, a user's class."""
+    """Rows of anything with a length that can be indexed: tasks, arrays, a user's class."""
 
     def __init__(self, name: str, rows: Sequence[Any], num_bytes: int = 0) -> None:
         self.name, self.num_bytes = name, num_bytes
@@ -58,7 +58,7 @@ class Rows(RowSource):
 
 
 class UserRows(Rows):
-    """Rows that a user's own code makes, whatever it raises."""
+    """Whatever a user's own code raises is a BadRow."""
 
     def row(self, index: int) -> dict[str, Any]:
         try:
@@ -70,11 +70,10 @@ class UserRows(Rows):
 
 
 def custom_source(files: Sequence[str], config: DataConfig, tokenizer: Any) -> RowSource:
-    """Return the user's data set over `files`: `data.custom_cls`, as in verl.
+    """The user's data set, `data.custom_cls`, as in verl: `cls(data_files=[...], tokenizer=..., config=...)`.
 
-    The class is made as `cls(data_files=[...], tokenizer=..., config=...)`, once for training and once for validation;
-    `config` is the `data` part of the configuration. It has a length, and `self[index]` gives the same row as a dict at any
-    time: rows are read when they are drawn, and again after a resume. Raises ConfigError for a class that is not there or is no
+    `config` is the `data` part of the configuration. `self[index]` gives the same row as a dict at any time:
+    rows are read when they are drawn, and again after a resume. Raises ConfigError for a class that is no
     data set.
     """
     name = f"{config.custom_cls.path}:{config.custom_cls.name}"
@@ -115,7 +114,8 @@ class Joined(RowSource):
 
 
 def split_options(spec: str, known: Sequence[str] = ()) -> tuple[str, dict[str, str]]:
-    """Return name and options of `NAME?option=value&...`; of the `known` options if these are given. Raises ConfigError for another form."""
+    """Of `NAME?option=value&...`. Raises ConfigError for another form, and for options other than `known`
+    ones."""
     name, _, query = spec.partition("?")
     options: dict[str, str] = {}
     for part in query.split("&") if query else []:
@@ -128,7 +128,7 @@ def split_options(spec: str, known: Sequence[str] = ()) -> tuple[str, dict[str, 
 
 
 def fingerprint_of(sources: Sequence[RowSource]) -> Fingerprint:
-    """Return name, size in bytes, number of rows, and SHA-256 over some rows, for each source."""
+    """Name, size in bytes, number of rows, and SHA-256 over some rows, of each source."""
     return [
         {
             "name": Path(source.name).name if source.num_bytes else source.name,
@@ -141,7 +141,7 @@ def fingerprint_of(sources: Sequence[RowSource]) -> Fingerprint:
 
 
 def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
-    """Return what changed, one line per source; none if the data are the same."""
+    """What changed, one line per source."""
     if len(before) != len(now):
         old, new = (", ".join(str(entry.get("name")) for entry in side) for side in (before, now))
         return [f"there were {len(before)} sources ({old}), now there are {len(now)} ({new})"]

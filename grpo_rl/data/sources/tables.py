@@ -1,4 +1,4 @@
-"""Parquet, Arrow and CSV files as one table that the system pages in: any row can be read alone, whatever the file's size."""
+"""Parquet, Arrow and CSV files as one table that the system pages in."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ READ_ROWS = 4096
 
 
 class Table(RowSource):
-    """The rows of an Arrow table, which may be larger than memory."""
+    """An Arrow table, which may be larger than memory."""
 
     def __init__(self, name: str, table: Any, num_bytes: int = 0) -> None:
         self.name, self.num_bytes = name, num_bytes
@@ -43,11 +43,11 @@ class Table(RowSource):
 
 
 def open_table(name: str, path: Path) -> Table:
-    """Return the rows of a parquet, Arrow or CSV file. Raises DataError for one that cannot be read.
+    """Raises DataError for a file that cannot be read.
 
-    A row group of parquet holds up to a million rows and can only be read whole; so does a compressed batch of Arrow. The
-    file is therefore copied once, some thousand rows at a time, into an Arrow file without a name in the system's temporary folder, which is gone with the
-    process and of which the system pages in what is asked for.
+    A row group of parquet, up to a million rows, and a compressed batch of Arrow can only be read whole. The
+    file is therefore copied once, some thousand rows at a time, into an Arrow file without a name in the
+    system's temporary folder, which is gone with the process.
     """
     copy = tempfile.TemporaryFile()  # noqa: SIM115
     try:
@@ -63,7 +63,7 @@ def open_table(name: str, path: Path) -> Table:
 
 
 def first_rows(name: str, path: Path, num_rows: int) -> Table:
-    """Return the first rows of a file, without a copy. Raises DataError for a file that cannot be read."""
+    """Without a copy. Raises DataError for a file that cannot be read."""
     try:
         schema, batches = _batches(path, num_rows)
         return Table(name, pyarrow.Table.from_batches(itertools.islice(batches, 1), schema))
@@ -72,7 +72,7 @@ def first_rows(name: str, path: Path, num_rows: int) -> Table:
 
 
 def row_of(batch: Any, place: int, where: str) -> dict[str, Any]:
-    """Return row `place` of a record batch. Raises BadRow, with `where` and the column, for a value that cannot be read."""
+    """Raises BadRow, with `where` and the column, for a value that cannot be read."""
     row = {}
     for column, values in zip(batch.schema.names, batch.columns, strict=True):
         try:
@@ -86,7 +86,7 @@ def row_of(batch: Any, place: int, where: str) -> dict[str, Any]:
 
 
 def _without_fillers(value: Any, in_list: bool = False) -> Any:
-    """Return the value without the nulls of objects in lists: there Arrow gives every object the fields of all others."""
+    """Without the nulls of objects in lists: there Arrow gives every object the fields of all others."""
     if isinstance(value, list):
         return [_without_fillers(part, in_list=True) for part in value]
     if isinstance(value, dict):
@@ -96,7 +96,7 @@ def _without_fillers(value: Any, in_list: bool = False) -> Any:
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write a .jsonl or .parquet file that is complete or not there at all. Raises DataError for rows without common columns."""
+    """The file is complete or not there at all. Raises DataError for rows without common columns."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         if path.suffix == ".jsonl":
@@ -113,9 +113,9 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _batches(path: Path, num_rows: int) -> tuple[Any, Iterator[Any]]:
-    """Return the schema and the record batches of the file, read one after the other; of parquet they have `num_rows` rows."""
+    """The schema and the record batches, read one after the other; of parquet they have `num_rows` rows."""
     if path.suffix == ".parquet":
-        # Without a buffer of its own a column of a row group, which may be gigabytes, would be read whole for its first rows.
+        # Without a buffer of its own a column of a row group, maybe gigabytes, would be read whole.
         file = pyarrow.parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False)
         return file.schema_arrow, file.iter_batches(num_rows)
     if path.suffix == ".csv":
@@ -132,7 +132,7 @@ def _batches(path: Path, num_rows: int) -> tuple[Any, Iterator[Any]]:
 
 
 def _csv_batches(path: Path) -> tuple[Any, Iterator[Any]]:
-    """Return schema and batches of a CSV file with a line of names. Every value is text: 007 and 1e3 are what was written."""
+    """Every value is text: 007 and 1e3 are what was written."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         names = next(csv.reader(file), [])
     if twice := next((name for name in names if names.count(name) > 1), None):

@@ -1,4 +1,4 @@
-"""Procedural arithmetic: problems such as `437+8=`, and written sums with a rating of every step."""
+"""Problems such as `437+8=`, and written sums with a rating of every step."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ TRIES_FOR_A_NEW_PROBLEM = 64
 
 
 class Problem(NamedTuple):
-    """Two operands and `+`, `-` or `*`."""
-
     left: int
     operation: str
     right: int
@@ -37,7 +35,7 @@ class Problem(NamedTuple):
 
 
 class Form(NamedTuple):
-    """A kind of problem by the digits of its operands; at most 7, so that products are exact as floats."""
+    """Digits of the operands are at most 7, so that products are exact as floats."""
 
     left_digits: int
     operation: str
@@ -58,14 +56,13 @@ def arithmetic(
 
     `forms` are the kinds of problem, equally likely, separated by commas: digits of the left operand,
     operation, digits of the right one; `3+1` is 437+8, `2-2,1*1` is a difference or a product. Differences
-    are never negative. `carrying` is the share of rows that are drawn from the problems with a carry (or a
-    borrow) alone, the others from all. `forgotten_carries` is the share of rows whose demonstration, an answer to imitate
-    beside the ground truth, forgets to carry; if it is 0 there are no demonstrations. `completion` is the same, and
-    `label` whether it is right. `calculator_calls` is the share of rows
-    whose demonstration calls the tool calculator and repeats its result; if it is above 0 all rows have their demonstration
-    as a conversation, `messages`. Row i is drawn from
-    (seed, i), so a longer data set begins with the shorter one. Validation rows do not repeat a problem as
-    long as new ones turn up. Raises ConfigError for options out of range.
+    are never negative. `carrying` is the share of rows drawn from the problems with a carry (or a borrow)
+    alone. `forgotten_carries` is the share of rows whose demonstration, an answer to imitate beside the
+    ground truth, forgets to carry; if it is 0 there are none. `completion` is the same, and `label` whether
+    it is right. `calculator_calls` is the share of rows whose demonstration calls the tool calculator and
+    repeats its result; above 0 all rows have their demonstration as a conversation, `messages`. Row i is
+    drawn from (seed, i), so a longer data set begins with the shorter one. Validation rows do not repeat a
+    problem as long as new ones turn up. Raises ConfigError for options out of range.
     """
     parsed = [_parse_form(form) for form in forms.split(",")]
     if carrying > 0 and any(form.operation == "*" or (form.operation == "-" and form.left_digits == 1) for form in parsed):
@@ -92,7 +89,7 @@ def arithmetic(
 
 
 def _conversation(row: Row, problem: Problem, *, calls: bool) -> list[dict[str, str]]:
-    """Return the prompt and its demonstration; with `calls` by a call of the calculator, in the form that Qwen's models write it."""
+    """With `calls` the demonstration calls the calculator, in the form of Qwen's models."""
     if not calls:
         answer = row["extra_info"].get("demonstration", str(problem.answer))
         return [*row["prompt"], {"role": "assistant", "content": answer}]
@@ -106,7 +103,7 @@ def _conversation(row: Row, problem: Problem, *, calls: bool) -> list[dict[str, 
 
 
 def without_carries(problem: Problem) -> int:
-    """Return the answer without any carry or borrow: 473+58 is 421, 47+68 is 105. A product is right."""
+    """473+58 is 421, 47+68 is 105. A product is right."""
     first, operation, right = problem
     if operation == "*":
         return problem.answer
@@ -119,7 +116,7 @@ def without_carries(problem: Problem) -> int:
 
 
 def split_of(problem: Problem) -> Literal["train", "val"]:
-    """The split that the problem belongs to, by its hash; 8+47 goes with 47+8."""
+    """By the problem's hash; 8+47 goes with 47+8."""
     first, operation, right = problem
     if operation in "+*":
         first, right = max(first, right), min(first, right)
@@ -127,7 +124,7 @@ def split_of(problem: Problem) -> Literal["train", "val"]:
 
 
 def _draw_new(rng: random.Random, forms: list[Form], split: str, seen: set[Problem], *, must_carry: bool) -> Problem:
-    """A problem of the split, unseen if `TRIES_FOR_A_NEW_PROBLEM` draws of the split find one."""
+    """Unseen if `TRIES_FOR_A_NEW_PROBLEM` draws of the split find one."""
     tries = 0
     while True:
         problem = _draw(rng, rng.choice(forms))
@@ -157,8 +154,6 @@ def _parse_form(text: str) -> Form:
     return Form(int(match[1]), match[2], int(match[3]))
 
 
-# ---- rated steps: data for a process reward model that needs no download ----------------------------------
-
 MOST_DIGITS = 6
 
 
@@ -173,10 +168,11 @@ def rated_sums(
 ) -> LazyRows:
     """Rows of a sum, its `completions` (one column each, from the right, then the result) and their `labels`.
 
-    Two numbers of `digits` digits; `errors` is the share of rows in which one column is wrong: its carry is forgotten, or it
-    has one that was not there. The rows end with their first wrong step, as PRM800K's do. The ground truth has all right steps, a
-    line each, and `extra_info.demonstration` a careless solution, which forgets each carry with the probability
-    `forgotten_carries`. The splits share no sum. Row i is drawn from (seed, i). Raises ConfigError for options out of range.
+    Two numbers of `digits` digits; `errors` is the share of rows in which the carry of one column is
+    forgotten or was not there. The rows end with their first wrong step, as PRM800K's do. The ground truth
+    has all right steps, a line each, and `extra_info.demonstration` a careless solution, which forgets each
+    carry with the probability `forgotten_carries`. The splits share no sum. Row i is drawn from (seed, i).
+    Raises ConfigError for options out of range.
     """
     refuse("rated_sums", (digits <= MOST_DIGITS, f"digits={digits} must be from 1 to {MOST_DIGITS}"))
 
@@ -200,9 +196,9 @@ def rated_sums(
 
 
 def written_steps(left: int, right: int, forgets: Sequence[bool] = ()) -> list[str]:
-    """Return the steps of the written method: `47+85=` is `7+5=12`, `4+8+1=13`, `132`.
+    """Steps of the written method: `47+85=` is `7+5=12`, `4+8+1=13`, `132`.
 
-    `forgets` says of each column whether what it carries is forgotten in the next one: with [True] that is `4+8=12` and `122`.
+    `forgets` says of each column whether its carry is forgotten: with [True] that is `4+8=12` and `122`.
     """
     steps, carry, total, place = [], 0, 0, 1
     while left or right:
@@ -218,7 +214,7 @@ def written_steps(left: int, right: int, forgets: Sequence[bool] = ()) -> list[s
 
 
 def spoilt(step: str) -> str:
-    """Return a column with its carry forgotten, or with one that was not there; its own sum is right."""
+    """The carry forgotten, or one that was not there; the column's own sum is right."""
     terms, _, result = step.rpartition("=")
     if terms.count("+") == 2:
         return f"{terms.removesuffix('+1')}={int(result) - 1}"

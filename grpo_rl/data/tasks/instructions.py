@@ -1,4 +1,4 @@
-"""Short pieces of writing under constraints that a program can check, as IFEval (arXiv 2311.07911) measures them."""
+"""Short pieces of writing under constraints that a program can check, after IFEval (arXiv 2311.07911)."""
 
 from __future__ import annotations
 
@@ -19,16 +19,8 @@ TOPICS: dict[Split, tuple[str, ...]] = {
         *("a birthday", "bridges", "apples", "libraries", "the desert", "clocks", "bicycles", "soup", "forests", "the stars"),
     ),
     "val": (
-        "horses",
-        "autumn",
-        "airports",
-        "chocolate",
-        "a lighthouse",
-        "friendship",
-        "volcanoes",
-        "the theatre",
-        "tea",
-        "snow",
+        *("horses", "autumn", "airports", "chocolate", "a lighthouse", "friendship", "volcanoes", "the theatre"),
+        *("tea", "snow"),
     ),
 }
 WORDINGS: dict[str, dict[Split, tuple[str, ...]]] = {
@@ -83,13 +75,15 @@ EXCLUDE = (
     {"bullets", "first_word"},
     {"bullets", "at_most_words"},
 )
-"""Constraints that may contradict each other."""
+"""May contradict each other."""
 
 
 def instructions(*, num_rows: Count = 512, constraints: str = "1,2", split: Split = "train", seed: AnySeed = 0) -> LazyRows:
-    """Rows in verl's format; the ground truth is the list of constraints, as JSON text, which the reward `instructions` reads.
+    """Rows in verl's format; the ground truth, for the reward `instructions`, is a list of constraints as
+    JSON text.
 
-    `constraints` says how many a row has, each number equally likely. The splits share no topic and no wording of a constraint.
+    `constraints` says how many a row has, each number equally likely. The splits share no topic and no
+    wording.
     """
     counts = [int(part) if part.isdigit() else 0 for part in constraints.split(",")]
     refuse(
@@ -110,7 +104,6 @@ def instructions(*, num_rows: Count = 512, constraints: str = "1,2", split: Spli
 
 
 def _drawn(rng: random.Random, count: int) -> list[Constraint]:
-    """Return constraints that do not contradict each other."""
     while True:
         kinds = rng.sample(list(WORDINGS), count)
         if not any(pair <= set(kinds) for pair in EXCLUDE):

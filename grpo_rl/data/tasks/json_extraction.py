@@ -1,4 +1,4 @@
-"""Short texts about a person, to be answered by a JSON object of what they say: a job of many programs, with exact answers."""
+"""Short texts about a person, to be answered by a JSON object of what they say."""
 
 # ruff: noqa: SIM905  lists of words are read more easily without quotes
 from __future__ import annotations
@@ -135,7 +135,6 @@ def json_extraction(
 
 
 def _drawn(level: Level, split: Split, seed: str) -> tuple[str, dict[str, Any]]:
-    """Return a text and what it says."""
     rng = random.Random(seed)
     fields: dict[str, Any] = {"name": rng.choice(NAMES[split]), "age": rng.randint(18, 79), "city": rng.choice(CITIES[split])}
     if level == "easy":

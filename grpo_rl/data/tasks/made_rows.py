@@ -1,5 +1,3 @@
-"""Rows that are made when they are asked for, their options, and the split that each belongs to."""
-
 from __future__ import annotations
 
 import hashlib
@@ -13,7 +11,7 @@ from grpo_rl.registry import out_of_bounds
 
 Row = dict[str, Any]
 VALIDATION_SHARE = 5
-"""One problem in so many belongs to the validation split."""
+"""One problem in so many is for validation."""
 
 
 def row_of(data_source: str, prompt: str, ground_truth: Any, extra_info: dict[str, Any], ability: str = "math") -> Row:
@@ -27,7 +25,7 @@ def row_of(data_source: str, prompt: str, ground_truth: Any, extra_info: dict[st
 
 
 class LazyRows(Sequence[Row]):
-    """`num_rows` rows; `make(index)` makes one, which must depend on nothing but its index. Nothing is kept."""
+    """`make(index)` must depend on nothing but its index. Nothing is kept."""
 
     def __init__(self, num_rows: int, make: Callable[[int], Row]) -> None:
         self._num_rows = num_rows
@@ -56,13 +54,13 @@ def refuse(name: str, *rules: tuple[bool, str]) -> None:
 
 
 def split_of_text(text: str) -> Literal["train", "val"]:
-    """Return the split that a problem belongs to, by the hash of the text that distinguishes it from others."""
+    """By the hash of the text that distinguishes a problem from others."""
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
     return "val" if int.from_bytes(digest[:8], "big") % VALIDATION_SHARE == 0 else "train"
 
 
 def typed_options(what: str, function: Callable[..., Any], texts: Mapping[str, str]) -> dict[str, Any]:
-    """Return the options of a function, given as text, as values of the types in its signature.
+    """`texts` as values of the types in the function's signature.
 
     Raises ConfigError for text of another type, and with all values that are out of bounds.
     """
@@ -75,7 +73,6 @@ def typed_options(what: str, function: Callable[..., Any], texts: Mapping[str, s
 
 
 def _value(what: str, text: str, kind: Any) -> Any:
-    """`text` as a value of the annotated type `kind`."""
     if typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)
         if text not in choices:

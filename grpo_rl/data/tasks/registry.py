@@ -1,4 +1,4 @@
-"""Sources of rows that are no files: `task:NAME?option=value`."""
+"""`task:NAME?option=value`: rows that are in no file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from grpo_rl.errors import DataError
 from grpo_rl.registry import Registry, calling_user_function, load_function
 
 PREFIX = "task:"
-"""The beginning of a name in data.train_files that is no file."""
 
 TASKS: Registry[Callable[..., Sequence[Row]]] = Registry("task")
 for _task in (arithmetic, rated_sums, json_extraction, instructions, episodes):
@@ -27,10 +26,10 @@ for _name in ("countdown", "word_game", "grid_world"):
 
 @functools.lru_cache(maxsize=8)  # the plan counts the rows that are then read
 def task_rows(spec: str) -> Sequence[Row]:
-    """The rows that `task:NAME?option=value&...` stands for, in verl's format; not to be changed.
+    """Rows in verl's format; not to be changed. Options are typed by the task function's signature.
 
-    Options have the types and defaults of the task function's signature. Raises ConfigError for an unknown task or option,
-    or a value of another type, and DataError if a user's own task fails.
+    Raises ConfigError for an unknown task or option, or a value of another type; DataError if a user's task
+    fails.
     """
     name, texts = split_options(spec)
     name = name.removeprefix(PREFIX)

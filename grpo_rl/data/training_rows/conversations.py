@@ -1,7 +1,8 @@
-"""Demonstrations: conversations to learn from, which of their tokens the assistant wrote, and the batches that they make.
+"""Demonstrations: conversations to learn from, and which of their tokens the assistant wrote.
 
-A row has chat `messages` (as verl's MultiTurnSFTDataset reads them), or a prompt and a response, or it is a line of the
-rollouts that a run wrote. Its trained tokens are exactly those that the chat template makes of the assistant's turns.
+A row has chat `messages` (as for verl's MultiTurnSFTDataset), or a prompt and a response, or it is a line of
+the rollouts that a run wrote. Its trained tokens are exactly those that the chat template makes of the
+assistant's turns.
 """
 
 from __future__ import annotations
@@ -31,18 +32,16 @@ _OF_ROLLOUTS = ("prompt_length", "response_length", "finish_reason")
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation whose assistant turns are learnt."""
-
     messages: list[dict[str, Any]]
     options: dict[str, Any] = field(default_factory=dict)
-    """The row's own arguments of the chat template beside the messages: `tools`, `enable_thinking`."""
+    """The row's own arguments of the chat template: `tools`, `enable_thinking`."""
     of_strings: bool = False
-    """Made of a prompt and a response that are plain strings."""
+    """Prompt and response are plain strings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A sampled response as a run logged it: the prompt is the text that the model saw."""
+    """A sampled response as a run logged it; the prompt is the text that the model saw."""
 
     prompt: str
     response: str
@@ -51,7 +50,7 @@ class Rendered:
     ends: bool
     """The response ended by itself, with an end token that its text does not show."""
     response_ids: Any = None
-    """The tokens that were sampled, if the row has them."""
+    """The sampled tokens, if the row has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +58,11 @@ class Demonstration:
     token_ids: np.ndarray
     """int32 [tokens]"""
     positions: np.ndarray
-    """int64 [trained tokens]: the places of the assistant's tokens in `token_ids`, ascending, none of them 0."""
+    """int64 [trained tokens]: places in `token_ids`, ascending, none of them 0."""
 
 
 def conversation(row: dict[str, Any], where: str, config: DataConfig) -> Chat | Rendered:
-    """Return the row with the columns that `config` names, checked. Raises BadRow."""
+    """Raises BadRow."""
     check_row(row, where)
     if config.messages_key in row:
         return Chat(_messages(row[config.messages_key], where, config.messages_key), _options(row, where, config))
@@ -87,7 +86,7 @@ def conversation(row: dict[str, Any], where: str, config: DataConfig) -> Chat | 
 
 
 def _messages(value: Any, where: str, key: str) -> list[dict[str, Any]]:
-    """Return the messages without empty parts. Raises BadRow unless the assistant answers something in them."""
+    """Raises BadRow unless the assistant answers something in the messages."""
     messages = messages_of(value, where, key)
     for number, message in enumerate(messages):
         if message["role"] == ASSISTANT and not message["content"].strip() and not message.get("tool_calls"):
@@ -116,15 +115,15 @@ def _options(row: dict[str, Any], where: str, config: DataConfig) -> dict[str, A
 
 
 class Tokenizing:
-    """Turns conversations into tokens, as `data` of the configuration says, and finds those that the assistant wrote."""
+    """From conversations to tokens, of which it finds those that the assistant wrote."""
 
     def __init__(self, renderer: Renderer) -> None:
         self.renderer, self.tokenizer, self._ids = renderer, renderer.tokenizer, renderer.words.ids
         self.num_from_text = 0
-        """Sampled responses without their tokens, which were made of their texts."""
+        """Sampled responses without their tokens."""
 
     def __call__(self, chat: Chat | Rendered, where: str) -> Demonstration:
-        """Return the tokens of a conversation. Raises BadRow if its trained tokens cannot be found exactly."""
+        """Raises BadRow if the trained tokens cannot be found exactly."""
         if isinstance(chat, Rendered):
             return self._rendered(chat, where)
         messages = self.renderer.with_system(chat.messages)
@@ -145,7 +144,7 @@ class Tokenizing:
 
     def _rendered(self, rendered: Rendered, where: str) -> Demonstration:
         words = self.renderer.words
-        # A template wrote its control words into the prompt; a plain prompt got the tokenizer's special tokens.
+        # A template wrote its control words into the prompt; a plain one got the tokenizer's special tokens.
         for prompt, plain in itertools.product((rendered.prompt, words.marked(rendered.prompt)), (False, True)):
             prompt_ids = words.ids(prompt, add_special_tokens=plain)
             if len(prompt_ids) == rendered.prompt_length:
@@ -171,7 +170,7 @@ class Tokenizing:
 
     @cached_property
     def _has_marks(self) -> bool:
-        """Whether the chat template marks by `{% generation %}` what the assistant generates."""
+        """Whether the chat template has `{% generation %}`."""
         template = self.renderer.options.get("chat_template") or self.tokenizer.get_chat_template()
         return _GENERATION_MARK.search(template) is not None
 
@@ -186,7 +185,7 @@ class Tokenizing:
         return _predictable(Demonstration(token_ids[: positions[-1] + 1], positions), where)
 
     def _by_growth(self, messages: list[dict[str, Any]], chat: Chat, where: str) -> Demonstration:
-        """Return the tokens with those trained that a turn of the assistant adds, if the template does nothing but add."""
+        """Trained are the tokens that a turn of the assistant adds, if the template does nothing but add."""
         texts = self._growing(messages, chat, where)
         ids = self.renderer.words.encode(texts, add_special_tokens=False)["input_ids"]
         if any(longer[: len(shorter)] != shorter for shorter, longer in itertools.pairwise(ids)):
@@ -196,7 +195,8 @@ class Tokenizing:
         return _predictable(Demonstration(token_ids, np.concatenate(spans)), where)
 
     def _growing(self, messages: list[dict[str, Any]], chat: Chat, where: str) -> list[str]:
-        """Return the text before and after every assistant turn, each of which has to begin with the one before it."""
+        """The text before and after every assistant turn, each of which has to begin with the one before
+        it."""
         texts: list[str] = []
         for number, message in enumerate(messages):
             if message["role"] != ASSISTANT:
@@ -212,11 +212,10 @@ class Tokenizing:
         return texts
 
     def _in_pieces(self, texts: Sequence[str], where: str) -> list[list[int]]:
-        """Return the tokens of the growing texts, each piece tokenized by itself.
+        """The tokens of the growing texts, each piece tokenized by itself.
 
-        So it is if a token would reach from the prompt into the answer, as a newline at the beginning of an answer may:
-        the model answers after the prompt's own tokens. Raises BadRow if the pieces are not the text (a tokenizer that
-        puts a space before each).
+        Needed if a token would reach from the prompt into the answer, as a newline may: the model answers
+        after the prompt's own tokens. Raises BadRow if the tokenizer puts something between the pieces.
         """
         ids: list[list[int]] = []
         done = ""
@@ -238,14 +237,14 @@ def _answer(prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Demonstrati
 
 
 def _predictable(demonstration: Demonstration, where: str) -> Demonstration:
-    """Return a demonstration whose first trained token has one before it. Raises BadRow for another."""
+    """Raises BadRow if the first trained token has none before it."""
     if demonstration.positions[0] == 0:
         raise BadRow(f"{where}: the assistant's first token has nothing before it, so no model can predict it")
     return demonstration
 
 
 def _rewritten(old: str, new: str, what: str) -> str:
-    """Return the reason why a template cannot be used: what it made of the same messages before and with one more."""
+    """What a template made of the same messages before and with one more."""
     old, new = unmarked(old), unmarked(new)
     place = next((n for n, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
     start = max(0, place - 20)
@@ -285,20 +284,20 @@ class DemonstrationSet(TrainingSet[Demonstration]):
 
 
 def cut_to(demonstration: Demonstration, limit: int, side: str) -> Demonstration:
-    """Return `limit` of the tokens: `left` and `right` cut off that side, `middle` keeps both ends."""
+    """`left` and `right` cut off that side, `middle` keeps both ends."""
     places = truncate(np.arange(len(demonstration.token_ids)), limit, side)
     positions = np.flatnonzero(np.isin(places, demonstration.positions))
     return Demonstration(demonstration.token_ids[places], positions[positions > 0])
 
 
 def supervised_batch(demonstrations: Sequence[Demonstration]) -> Batch:
-    """Return the demonstrations as a batch, each in a group of its own."""
+    """Each demonstration is a group of its own."""
     prompt_lengths = [int(demonstration.positions[0]) for demonstration in demonstrations]
     return batch_of_sequences(demonstrations, prompt_lengths, rewards=1.0)
 
 
 def task_demonstrations(task: str, tokenizer: Any) -> list[Demonstration]:
-    """Return one demonstration per row of `task:NAME?...`, for the supervised warm start of an embedded model."""
+    """One for each row of `task:NAME?...`, for the supervised warm start of an embedded model."""
     made, truth = (DataConfig(response_key=key) for key in ("extra_info.demonstration", "reward_model.ground_truth"))
     tokenizing = Tokenizing(Renderer(truth, tokenizer))
     demonstrations = []

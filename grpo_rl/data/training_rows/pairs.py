@@ -1,10 +1,10 @@
-"""Preference pairs: a prompt with a chosen and a rejected answer, from files or from groups of scored rollouts.
+"""Preference pairs: a prompt with a chosen and a rejected answer, from files or from groups of scored
+rollouts.
 
-The formats are TRL's and OpenRLHF's. A row has the columns `chosen` and `rejected`, and mostly `prompt`; each is a plain text
-or a list of chat messages. Without a prompt column it is what both answers begin with. `margin`, if a row has it, is a
-number that says by how much the chosen answer is better, for reward models that read it.
-
-A labelled row, for `kto`, has `completion`, one answer, and `label`: true if it is desirable (TRL's unpaired preferences).
+The formats are TRL's and OpenRLHF's: columns `chosen` and `rejected`, and mostly `prompt`, each a plain text
+or a list of chat messages. Without a prompt column it is what both answers begin with. `margin` says by how
+much the chosen answer is better. A labelled row, for `kto`, has `completion` and `label`: true if it is
+desirable (TRL's unpaired preferences).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ T = TypeVar("T")
 
 
 PairTexts = tuple[Asked, str, str, float | None]
-"""A row before it is rendered: prompt, chosen and rejected answer, and the margin if it has one."""
+"""Prompt, chosen and rejected answer, and the margin if the row has one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A prompt and its two answers as tokens (int32), each answer with the end-of-sequence token."""
+    """Tokens (int32), each answer with the end-of-sequence token."""
 
     prompt_ids: np.ndarray
     chosen_ids: np.ndarray
@@ -44,11 +44,8 @@ class Pair:
 
 
 def pair_texts(row: dict[str, Any], where: str, config: DataConfig, *, with_margin: bool = False) -> PairTexts:
-    """Return the pair that a row holds, in the columns that `config` names; with its margin, if it has one and it is wanted.
-
-    Raises BadRow, with the place, for a missing or empty side, two equal sides, sides that are no answer to one prompt, and
-    columns of another type.
-    """
+    """Raises BadRow for a missing or empty side, two equal sides, sides that are no answer to one prompt, and
+    columns of another type."""
     check_row(row, where)
     chosen, rejected = (column(row, key, where) for key in (config.chosen_key, config.rejected_key))
     prompt = column(row, config.prompt_key, where, optional=True)
@@ -70,13 +67,13 @@ def pair_texts(row: dict[str, Any], where: str, config: DataConfig, *, with_marg
 
 
 def _of_texts(prompt: Any, chosen: Any, rejected: Any, where: str, config: DataConfig) -> tuple[Asked, str, str]:
-    """Return prompt and answers, if the answers are plain texts."""
+    """Of answers that are plain texts."""
     for key, text in ((config.chosen_key, chosen), (config.rejected_key, rejected)):
         expect(text, str, where, key, "a text, or a list of {role, content} messages")
     if prompt is not None:
         return prompt_of(prompt, where, config.prompt_key), chosen, rejected
-    # The text that both begin with, up to a space: where exactly it ends changes no difference of their log-probs, and a
-    # word that is cut in two would be made of other tokens.
+    # What both begin with, up to a space: where exactly it ends changes no difference of their log-probs, and a word
+    # that is cut in two would be made of other tokens.
     shared = 0
     for left_character, other in zip(chosen, rejected, strict=False):
         if left_character != other:
@@ -94,7 +91,7 @@ def _of_texts(prompt: Any, chosen: Any, rejected: Any, where: str, config: DataC
 
 
 def _of_messages(prompt: Any, chosen: Any, rejected: Any, where: str, config: DataConfig) -> tuple[Asked, str, str]:
-    """Return prompt and answers, if the answers are messages: one from the assistant, or a conversation that ends with it."""
+    """Of answers that are one message from the assistant, or a conversation that ends with it."""
     sides = []
     for key, side in ((config.chosen_key, chosen), (config.rejected_key, rejected)):
         expect(side, list, where, key, "a list of {role, content} messages, as the other side has")
@@ -138,7 +135,7 @@ class PairSet(TrainingSet[Pair]):
         return len(row.prompt_ids) + max(len(row.chosen_ids), len(row.rejected_ids))
 
     def _tokenized(self, row: dict[str, Any], where: str) -> Pair:
-        # Margins are for reward models, whose loss reads them.
+        # Only reward models' loss reads margins.
         texts = pair_texts(row, where, self.config, with_margin=trains_only_reward_model(self.run))
         return tokenized_pair(texts, self.renderer, where, [row.get(name) for name in IDS_OF_PAIR])
 
@@ -148,10 +145,8 @@ IDS_OF_PAIR = ("chosen_ids", "rejected_ids")
 
 
 def tokenized_pair(texts: PairTexts, renderer: Renderer, where: str, sampled: Sequence[Any] = (None, None)) -> Pair:
-    """Return a pair as the chat template makes it, in tokens; answers that a run sampled keep the tokens that were `sampled`.
-
-    Raises BadRow for a prompt without any, and for two equal answers.
-    """
+    """Answers that a run `sampled` keep their tokens. Raises BadRow for a prompt without tokens, and equal
+    answers."""
     prompt, *answers, margin = texts
     prompt_ids, made = _tokens(prompt, answers, renderer, where)
     ids = [renderer.sampled(ids, answer) for ids, answer in zip(sampled, answers, strict=True)]
@@ -165,7 +160,7 @@ def tokenized_pair(texts: PairTexts, renderer: Renderer, where: str, sampled: Se
 
 
 def _tokens(prompt_row: Asked, answers: Sequence[str], renderer: Renderer, where: str) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Return a prompt and its answers as the chat template makes them, in tokens (int32). Raises BadRow for a prompt without any."""
+    """Tokens (int32) as the chat template makes them. Raises BadRow for a prompt without any."""
     prompt = renderer.render(prompt_row, where)
     texts = [renderer.answer(prompt_row, prompt, answer, where) for answer in answers]
     (prompt_ids,) = renderer.tokenize([prompt_row], [prompt])
@@ -178,7 +173,7 @@ def _tokens(prompt_row: Asked, answers: Sequence[str], renderer: Renderer, where
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """A prompt and an answer as tokens (int32), and whether it is desirable."""
+    """Tokens (int32) of a prompt and an answer, and whether it is desirable."""
 
     prompt_ids: np.ndarray
     answer_ids: np.ndarray
@@ -186,7 +181,7 @@ class Labelled:
 
 
 def labelled_texts(row: dict[str, Any], where: str, config: DataConfig) -> tuple[Asked, str, bool]:
-    """Return the prompt, the answer and the label of a row. Raises BadRow, with the place, for what is none of these."""
+    """Raises BadRow, with the place."""
     check_row(row, where)
     prompt = prompt_of(column(row, config.prompt_key, where), where, config.prompt_key)
     answer, label = column(row, "completion", where), column(row, "label", where)
@@ -203,7 +198,7 @@ def labelled_texts(row: dict[str, Any], where: str, config: DataConfig) -> tuple
 
 
 class LabelledSet(TrainingSet[Labelled]):
-    """The labelled rows of one or several sources. A row is trained beside a mismatched one: its prompt with the next row's answer."""
+    """A row is trained beside a mismatched one: its prompt with the next row's answer."""
 
     ways_out = PairSet.ways_out
 
@@ -231,7 +226,7 @@ class LabelledSet(TrainingSet[Labelled]):
 
 
 def pair_batch(pairs: Sequence[Pair]) -> Batch:
-    """Return pairs as a batch of two rollouts each, the chosen one first: pair p is group p."""
+    """Two rollouts for each pair, the chosen one first: pair p is group p."""
     prompts = [pair.prompt_ids for pair in pairs for _ in range(2)]
     answers = [ids for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)]
     pieces = [ids for ids_of_pair in zip(prompts, answers, strict=True) for ids in ids_of_pair]
@@ -249,18 +244,16 @@ def pair_batch(pairs: Sequence[Pair]) -> Batch:
 
 
 def _margins(pairs: Sequence[Pair]) -> torch.Tensor | None:
-    """Return the margin of each pair on both of its rollouts, 0 if a row has none; None if no row has one."""
+    """On both rollouts of each pair, 0 if a row has none; None if no row has one."""
     if all(pair.margin is None for pair in pairs):
         return None
     return torch.tensor([pair.margin or 0.0 for pair in pairs]).repeat_interleave(2)
 
 
 def pairs_of_groups(rollouts: Sequence[Rollout]) -> list[tuple[Rollout, Rollout]]:
-    """Return the best and the worst rollout of each group by reward, in the order in which the groups appear.
-
-    Of equal rewards the rollout with the smaller sample index counts. A group whose best is not better than its worst gives
-    no pair. Rollouts without a reward or without tokens are passed over, and so is a pair with twice the same response.
-    """
+    """The best and the worst rollout of each group by reward, in order of appearance; ties go to the smaller
+    sample index. Groups with equal rewards give no pair, nor do rollouts without a reward or tokens, nor
+    equal responses."""
     groups: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
         members = groups.setdefault(rollout.prompt.uid, [])
@@ -273,13 +266,13 @@ def pairs_of_groups(rollouts: Sequence[Rollout]) -> list[tuple[Rollout, Rollout]
 
 
 def best_and_worst(members: Sequence[T], reward: Callable[[T], float], sample: Callable[[T], int]) -> tuple[T, T]:
-    """Return those with the highest and the lowest reward; of equal ones that with the smallest sample index."""
+    """Ties go to the smallest sample index."""
     in_order = sorted(members, key=sample)
     return max(in_order, key=reward), min(in_order, key=reward)
 
 
 def with_sides(batch: Batch) -> Batch:
-    """Return the batch of alternating sides with `chosen_N`, and 1 and -1 as advantages: the way each side is pushed."""
+    """`chosen_N` of alternating sides, and 1 and -1 as advantages: the way each side is pushed."""
     chosen_N: Tensor = torch.arange(batch.num_rollouts) % 2 == 0
     advantages_T = torch.where(chosen_N, 1.0, -1.0).repeat_interleave(batch.trained_lengths_N)
     return batch.replace(chosen_N=chosen_N, advantages_T=advantages_T)

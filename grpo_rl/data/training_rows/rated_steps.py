@@ -1,8 +1,8 @@
-"""Solutions whose steps are rated, for process reward models: from TRL's stepwise supervision to tokens.
+"""Solutions whose steps are rated, for process reward models, in the form of TRL's stepwise supervision.
 
-A row has `prompt`, `completions` (the steps) and `labels`: true or false, or a number from 0 (bad) to 1 (good); null is a step
-without one, which is read and not trained. PRM800K (arXiv 2305.20050) and Math-Shepherd (arXiv 2312.08935) are published in this
-form as trl-lib/prm800k and trl-lib/math_shepherd.
+A row has `prompt`, `completions` (the steps) and `labels`: true or false, or a number from 0 (bad) to 1
+(good); a step with null is read and not trained. PRM800K (arXiv 2305.20050) and Math-Shepherd (arXiv
+2312.08935) are published so as trl-lib/prm800k and trl-lib/math_shepherd.
 """
 
 from __future__ import annotations
@@ -23,24 +23,22 @@ from grpo_rl.errors import ConfigError
 from grpo_rl.types import Batch
 
 RatedTexts = tuple[Asked, list[str], list[float | None]]
-"""A row before it is rendered: the prompt, its steps, and the label of each from 0 to 1; None: it has none."""
+"""The prompt, its steps, and the label of each from 0 to 1; None: it has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class RatedSteps:
-    """A solution in tokens, with the last token of each labelled step."""
-
     token_ids: np.ndarray
     """int32 [tokens]: prompt and steps."""
     prompt_length: int
     positions: np.ndarray
-    """int64 [labelled steps], ascending"""
+    """int64 [labelled steps]: their last tokens, ascending"""
     labels: np.ndarray
     """float32 [labelled steps]"""
 
 
 def rated_row(row: dict[str, Any], where: str, config: DataConfig) -> RatedTexts:
-    """Return the solution of a row. Raises BadRow, with the place, for what is not one."""
+    """Raises BadRow, with the place."""
     check_row(row, where)
     prompt = prompt_of(column(row, config.prompt_key, where), where, config.prompt_key)
     steps, labels = column(row, "completions", where), column(row, "labels", where)
@@ -72,7 +70,7 @@ class RatedStepSet(TrainingSet[RatedSteps]):
     ways_out = "Raise data.max_length, or drop such rows with data.filter_overlong_prompts=true"
 
     def __init__(self, files: Sequence[str], config: Config, tokenizer: Any, **options: Any) -> None:
-        """Open the sources with the options of a RowSet. Raises ConfigError for a tokenizer that does not say where its tokens begin."""
+        """Raises ConfigError for a tokenizer that does not say where its tokens begin."""
         if not getattr(tokenizer, "is_fast", False):
             raise ConfigError("reward.reward_model.step_separator: needs a fast tokenizer, which says where each token begins")
         super().__init__(files, config, tokenizer, **options)
@@ -87,10 +85,10 @@ class RatedStepSet(TrainingSet[RatedSteps]):
 
 
 def tokenized_steps(texts: RatedTexts, renderer: Renderer, separator: str, where: str) -> RatedSteps:
-    """Return a solution in tokens: the rendered prompt, and the steps, each with the separator behind it: it tells nothing of a label.
+    """The rendered prompt, and the steps with the separator behind each: it tells nothing of a label.
 
-    A step ends with the token of its last character, the separator's after it included, as a reward model reads the steps of
-    a response (`rewards/models/rendering.py`). Raises BadRow for two steps that end in one token.
+    A step ends with the token of its last character, the separator included, as for a reward model
+    (`rewards/models/rendering.py`). Raises BadRow for two steps that end in one token.
     """
     prompt, steps, labels = texts
     (prompt_ids,) = renderer.tokenize([prompt], [renderer.render(prompt, where)])
@@ -117,6 +115,6 @@ def tokenized_steps(texts: RatedTexts, renderer: Renderer, separator: str, where
 
 
 def rated_batch(rows: Sequence[RatedSteps]) -> Batch:
-    """Return solutions as a batch, each in a group of its own, whose trained tokens are the ends of the labelled steps."""
+    """Each solution is a group of its own; trained are the ends of the labelled steps."""
     labels_T = torch.from_numpy(np.concatenate([row.labels for row in rows]))
     return batch_of_sequences(rows, [row.prompt_length for row in rows], rewards=0.0, labels_T=labels_T)

@@ -1,4 +1,4 @@
-"""Rejection sampling: which of the sampled responses are trained on, and the rows that they become."""
+"""Rejection sampling: which sampled responses are trained on, and the rows that they become."""
 
 from __future__ import annotations
 
@@ -17,38 +17,27 @@ from grpo_rl.data.training_rows.pairs import best_and_worst
 
 Rows = list[dict[str, Any]]
 _OF_LOG = (
-    *(
-        "prompt",
-        "response",
-        "token_ids",
-        "reward",
-        "data_source",
-        "ground_truth",
-        "uid",
-        "sample",
-        "finish_reason",
-        "prompt_length",
-    ),
-    "response_length",
+    *("prompt", "response", "token_ids", "reward", "data_source", "ground_truth", "uid", "sample", "finish_reason"),
+    *("prompt_length", "response_length"),
 )
-"""The columns of a line of the log of rollouts that a collected row has."""
+"""Columns of the log of rollouts that a collected row has."""
 _COLUMNS = ("prompt_key", "response_key", "chosen_key", "rejected_key", "messages_key", "custom_cls", "system_prompt")
 
 
 def parts_of(config: Config, num_prompts: int) -> list[range]:
-    """Return the prompts that are sampled at a time, by their rows."""
+    """The prompts that are sampled at a time, by their rows."""
     size = gen_batch_size(config)
     return [range(start, min(start + size, num_prompts)) for start in range(0, num_prompts, size)]
 
 
 def reading(config: Config, file: str) -> Config:
-    """Return the configuration with which collected rows are read: theirs are the default columns, whatever the prompts' are."""
+    """Collected rows have the default columns, whatever the prompts' are."""
     columns = {name: getattr(DataConfig(), name) for name in _COLUMNS}
     return dataclasses.replace(config, data=dataclasses.replace(config.data, train_files=[file], **columns))
 
 
 class Kept:
-    """The choice among rows in their order: no response twice for the same prompt, and at most `max_per_prompt` of them."""
+    """Chooses rows in their order: no response twice for a prompt, and at most `max_per_prompt` of them."""
 
     def __init__(self, rejection: RejectionConfig) -> None:
         self.rejection = rejection
@@ -57,7 +46,7 @@ class Kept:
         self._of_prompt: Counter[bytes] = Counter()
 
     def takes(self, row: dict[str, Any]) -> bool:
-        """Return whether the row is kept, and count it."""
+        """Whether the row is kept; counts it."""
         prompt = _digest(row["prompt"])
         answer = _digest([row["prompt"], row.get("response"), row.get("chosen"), row.get("rejected")])
         if self.rejection.deduplicate and answer in self._seen:
@@ -73,16 +62,13 @@ class Kept:
 
 
 def answer_rows(records: Sequence[Mapping[str, Any]], min_reward: float) -> Rows:
-    """Return a row for each logged response with a reward of at least `min_reward` and with text, as `data.responses=rows` reads it.
-
-    Prompt and response are the texts that the model read and wrote, and `token_ids` are the response's tokens.
-    """
+    """Rows for `data.responses=rows` of responses with text and a reward of at least `min_reward`."""
     accepted = [row for row in records if row["reward"] is not None and row["reward"] >= min_reward and row["response"].strip()]
     return [{name: record[name] for name in _OF_LOG} for record in accepted]
 
 
 def pair_rows(records: Sequence[Mapping[str, Any]]) -> Rows:
-    """Return a row with the best and the worst logged response of each group whose rewards differ, and whose texts do."""
+    """The best and the worst response of each group whose rewards and texts differ."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
         if record["reward"] is not None and math.isfinite(record["reward"]) and record["response_length"]:
