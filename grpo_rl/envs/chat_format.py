@@ -1,7 +1,4 @@
-"""Requests and answers of `/v1/chat/completions` in OpenAI's form: what is read of a request, and a turn as an answer or a stream.
-
-The fields are those of OpenAI's API reference, sections "Create chat completion", "The chat completion chunk object" and "Error codes".
-"""
+"""Requests and answers of `/v1/chat/completions`, with the fields of OpenAI's API reference."""
 
 from __future__ import annotations
 
@@ -28,36 +25,31 @@ _ONE_ANSWER: dict[str, tuple[Any, ...]] = {
 
 
 class Refused(Exception):
-    """A request that cannot be answered, with the status, the reason, and OpenAI's code for it."""
+    """A request that cannot be answered: the status, the reason, and OpenAI's code for it."""
 
     def __init__(self, status: int, reason: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(reason)
         self.status, self.code, self.param = status, code, param
 
     def body(self) -> dict[str, Any]:
-        """Return the error as OpenAI's clients read it."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A request as it was read."""
-
     messages: tuple[Message, ...]
     model: str = "policy"
     tools: tuple[Mapping[str, Any], ...] = ()
-    """The tools as they were given, in OpenAI's form."""
+    """As they were given, in OpenAI's form."""
     most_calls: int | None = None
-    """The calls of a turn that count, the first ones: none if tool_choice says so, one if parallel_tool_calls is false."""
+    """The first calls of a turn count: none if tool_choice says so, one if parallel_tool_calls is false."""
     streams: bool = False
     with_usage: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ChatAnswer:
-    """A policy's turn as the agent gets it."""
-
     content: str
     calls: tuple[ToolCall, ...]
     finish_reason: str
@@ -65,18 +57,16 @@ class ChatAnswer:
     completion_tokens: int
 
     def message(self) -> Message:
-        """Return the assistant's message."""
         message: Message = {"role": "assistant", "content": self.content or (None if self.calls else "")}
         return message | ({"tool_calls": [_written(call) for call in self.calls]} if self.calls else {})
 
     def usage(self) -> dict[str, int]:
-        """Return the numbers of tokens."""
         total = self.prompt_tokens + self.completion_tokens
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, "total_tokens": total}
 
 
 def read_request(body: bytes) -> ChatRequest:
-    """Return what a request asks for. Raises Refused for what is no conversation, or wants what an episode is not."""
+    """Raises Refused for what is no conversation, or wants what an episode is not."""
     try:
         request = json.loads(body)
     except (ValueError, RecursionError):
@@ -100,7 +90,7 @@ def read_request(body: bytes) -> ChatRequest:
 
 
 def _message(message: Any, number: int) -> Message:
-    """Return a message whose content is one text. Raises Refused for another value."""
+    """The message's content is one text. Raises Refused."""
     where = f"messages[{number}]"
     role, content = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
     calls = message.get("tool_calls") if role == "assistant" else None
@@ -137,7 +127,7 @@ def _tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
 
 
 def _compared(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call with its arguments as a value, so that two spellings of the same JSON are one."""
+    """Arguments as a value, so that two spellings of the same JSON are one."""
     arguments = call["function"].get("arguments", "{}")
     try:
         value = json.loads(arguments) if isinstance(arguments, str) else arguments
@@ -147,10 +137,10 @@ def _compared(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def answer_of(turn: Turn, request: ChatRequest, tool_format: str) -> ChatAnswer:
-    """Return a turn as an answer to its request: calls if the request has tools and the turn has whole ones, else all as text.
+    """Calls if the request has tools and the turn has whole ones, else all as text.
 
-    A call that cannot be read stays in the text, where the agent sees it. Ids are letters and digits, nine of them, and
-    differ between the turns of a conversation: templates such as Mistral's want that.
+    A call that cannot be read stays in the text, where the agent sees it. Ids are nine letters and digits,
+    and differ between the turns of a conversation, as templates such as Mistral's want.
     """
     may_call = request.most_calls != 0 and turn.finish_reason == "stop"
     parsed_calls = parse(tool_format, turn.raw_text)[0][: request.most_calls] if may_call else ()
@@ -165,12 +155,13 @@ def answer_of(turn: Turn, request: ChatRequest, tool_format: str) -> ChatAnswer:
 
 
 def said(answer: ChatAnswer) -> Message:
-    """Return the assistant's message as `read_request` reads it when the agent sends it back."""
+    """The assistant's message as `read_request` reads it when the agent sends it back."""
     return _message(answer.message(), 0)
 
 
 def continues(before: list[Message], messages: tuple[Message, ...]) -> bool:
-    """Return whether a conversation begins with what was said, and goes on without an answer that the policy has not given.
+    """Whether a conversation begins with what was said, and goes on without an answer that the policy has not
+    given.
 
     Blanks around a text may have been stripped.
     """
@@ -188,16 +179,12 @@ def continues(before: list[Message], messages: tuple[Message, ...]) -> bool:
 
 
 def completion(answer: ChatAnswer, model: str) -> dict[str, Any]:
-    """Return the body of an answer that is not streamed."""
     choice = {"index": 0, "message": answer.message(), "finish_reason": answer.finish_reason, "logprobs": None}
     return {**_head("chat.completion", model), "choices": [choice], "usage": answer.usage()}
 
 
 def stream(answer: ChatAnswer, request: ChatRequest) -> Iterator[bytes]:
-    """Yield the server-sent events of an answer: the message, the reason of its end, the numbers of tokens if asked for, and [DONE].
-
-    The turn is whole before the first event: an environment gets turns and no tokens.
-    """
+    """The server-sent events of an answer; the turn is whole before the first one."""
     head = _head("chat.completion.chunk", request.model) | ({"usage": None} if request.with_usage else {})
     message = answer.message()
     if answer.calls:

@@ -1,8 +1,8 @@
-"""An agent written elsewhere as an environment: it asks an OpenAI-compatible endpoint, behind which the policy answers.
+"""An agent written elsewhere as an environment: it asks an OpenAI-compatible endpoint, behind which the
+policy answers.
 
-The agent is a function of the user's. It gets a base URL and talks to `/v1/chat/completions` there with any client; its requests
-become the observations of an episode, the policy's turns their answers. So an existing agent is trained by another
-`base_url`, and every conversation is recorded token for token as all episodes are.
+The agent's requests become the observations of an episode, and the policy's turns their answers. So an
+existing agent is trained by another `base_url`, and every conversation is recorded token for token.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from grpo_rl.envs.tool_formats import check_format
 from grpo_rl.registry import load_function
 
 LONGEST_REQUEST = 16 * 2**20
-"""Bytes of a request; more is refused."""
+"""Bytes of a request."""
 LONGEST_HEAD = 16 * 2**10
-"""Bytes of a request's head; more is refused."""
+"""Bytes of a request's head."""
 REQUEST_S = 60.0
 """Seconds in which a request has to arrive as a whole."""
 MOST_STRANGERS, ACCEPTED_AT_ONCE = 256, 32
-"""Connections that have not shown the token yet: any user of this machine may connect, and hold memory and files of this process.
-One more ends the oldest of them. Between two looks at what has arrived so few are accepted that an agent's request, which comes at
-once, is not among the oldest."""
+"""Connections that have not shown the token yet: any user of this machine may connect, and hold memory and
+files. One more ends the oldest. So few are accepted between two looks that an agent's request, which comes at
+once, is not it."""
 LAST_ANSWERS_S = 1.0
 """Seconds that requests have to read that the conversation is over."""
 
@@ -50,11 +50,12 @@ class ChatEndpoint:
     """The environment `endpoint`: one conversation of a user's agent with the policy.
 
     `agent` names a function `agent(base_url, start, **agent_options) -> reward or None`, async or not, as
-    `file.py:function`; one that is not async runs in a thread. The episode begins with the agent's own messages, in place of the row's, and
-    ends with the agent's return, whose value is the last turn's reward. Each request has to continue the conversation: an agent
-    that rewrites it fails its episode, because the tokens before would not be those that were sampled.
+    `file.py:function`; one that is not async runs in a thread. The episode begins with the agent's own
+    messages, in place of the row's, and ends with its return, whose value is the last turn's reward. Each
+    request has to continue the conversation, else the episode fails: the tokens before would not be those
+    that were sampled.
 
-    `tools` of a request are shown to the policy by its chat template, and what a turn calls comes back as `tool_calls`, read by
+    `tools` of a request are shown to the policy, and what a turn calls comes back as `tool_calls`, read by
     `tool_format`. The agent runs them: their results are the next request's messages of the role tool.
     """
 
@@ -79,7 +80,8 @@ class ChatEndpoint:
     async def step(self, turn: Turn) -> Observation:
         """Answer the agent's request with the policy's turn, and wait for its next one.
 
-        A turn that was cut off is the last one: the agent may still return a reward, and a further request is refused.
+        A turn that was cut off is the last one: the agent may still return a reward; a further request is
+        refused.
         """
         assert self._pending is not None, "the policy answers a request"
         pending_request, self._pending = self._pending, None
@@ -91,13 +93,11 @@ class ChatEndpoint:
         return await self._next(is_over=turn.finish_reason != "stop")
 
     async def close(self) -> None:
-        """End the agent's task and the server. What an agent does in a thread ends with the process at the latest."""
+        """What an agent does in a thread ends with the process at the latest."""
         await self._server.close(self._pending)
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
-
-    # ---- the agent -----------------------------------------------------------------------------------------
 
     async def _run(self, url: str, start: Start) -> Any:
         if inspect.iscoroutinefunction(self._agent):
@@ -105,7 +105,7 @@ class ChatEndpoint:
         return await asyncio.to_thread(self._agent, url, start, **self._options)
 
     async def _next(self, *, is_over: bool = False) -> Observation:
-        """Return the agent's next request as an observation, or the end of the episode if the agent has returned."""
+        """The agent's next request, or the end of the episode if the agent has returned."""
         assert self._running is not None
         request = asyncio.ensure_future(self._server.requests.get())
         await asyncio.wait({request, self._running}, return_when=asyncio.FIRST_COMPLETED)
@@ -136,7 +136,7 @@ class ChatEndpoint:
         return Observation(messages, replaces_prompt=is_first, tools=self._tools if is_first else (), info=info)
 
     def _named(self, message: Message) -> Message:
-        """Return a tool's message with the name of the tool, which some templates write, and which clients leave out."""
+        """With the name of a message's tool, which some templates write, and which clients leave out."""
         if message["role"] != "tool" or "name" in message:
             return message
         calls = [
@@ -148,9 +148,6 @@ class ChatEndpoint:
         return message | ({"name": calls[-1]["name"]} if calls else {})
 
 
-# ---- the server ------------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class Asked:
     """A request that waits for the policy's turn."""
@@ -159,7 +156,6 @@ class Asked:
     answer: asyncio.Future[ChatAnswer]
 
     def refuse(self, refused: Refused) -> None:
-        """Answer with an error, unless there is an answer already."""
         if not self.answer.done():
             self.answer.set_exception(refused)
 
@@ -167,7 +163,7 @@ class Asked:
 class ChatServer:
     """`POST .../v1/chat/completions` and `GET .../v1/models` under a secret path, on this machine alone.
 
-    Requests with an answer to wait for come out of `requests`, in their order.
+    Requests that wait for an answer come out of `requests`.
     """
 
     def __init__(self) -> None:
@@ -183,7 +179,7 @@ class ChatServer:
         return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/{self._token}/v1"
 
     async def close(self, waiting: Asked | None) -> None:
-        """Tell what still waits, `waiting` and the requests in the queue, that the conversation is over, and listen no more."""
+        """Tell `waiting` and the requests in the queue that the conversation is over, and listen no more."""
         pending_requests = [] if waiting is None else [waiting]
         while not self.requests.empty():
             pending_requests.append(self.requests.get_nowait())
@@ -217,12 +213,12 @@ class ChatServer:
             writer.close()
 
     def _known(self, task: asyncio.Task[Any] | None) -> None:
-        """Note that this connection has shown the token, or is over."""
+        """This connection has shown the token, or is over."""
         if task is not None:
             self._strangers.pop(task, None)
 
     async def _read(self, reader: asyncio.StreamReader) -> tuple[str, str, bytes]:
-        """Return a request's method, path below the token, and body. Raises Refused; nobody's body is read without the token."""
+        """Method, path below the token, and body. Raises Refused; no body is read without the token."""
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         except asyncio.LimitOverrunError:
@@ -241,7 +237,6 @@ class ChatServer:
         return method, below[0], await reader.readexactly(int(size))
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Write the answer to the request that is read. Raises Refused."""
         try:
             async with asyncio.timeout(REQUEST_S):
                 method, path, body = await self._read(reader)

@@ -1,4 +1,4 @@
-"""Environments and tools by name, from a user's own file, or as verl's files name them: where their classes are, how they are made and checked."""
+"""Environments and tools by name, from a user's own file, or as verl's files name them."""
 
 from __future__ import annotations
 
@@ -20,35 +20,31 @@ ENVIRONMENTS: dict[str, str] = {
     "gsm8k": f"{examples()}/answers_in_turns.py:Gsm8kInTurns",
     "endpoint": "grpo_rl.envs.endpoint:ChatEndpoint",
 }
-"""The place, `module:Class` or `file.py:Class`, of each environment by its name. A class is imported where it is used, and no sooner."""
+"""A class is imported when it is used, and no sooner."""
 TOOLS: dict[str, str] = {
     "calculator": f"{_TOOLS}.number_tools:Calculator",
     "python": f"{_TOOLS}.python_interpreter:PythonInterpreter",
     "search": f"{_TOOLS}.retrieval:Search",
     "check_answer": f"{_TOOLS}.number_tools:CheckAnswer",
 }
-"""The place of each tool by its name."""
 
 
 _OF_VERL = (("execute", "call", "schema, begin, call and close"), ("generate_response", "step", "reset, step and close"))
-"""Methods by which a class that was written for verl is recognized, the method in their place, and all that there are."""
+"""Methods by which a class written for verl is recognized, the method in their place, and all that there
+are."""
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """An environment or a tool as the configuration names it."""
-
     name: str
     options: dict[str, Any] = field(default_factory=dict)
     schema: dict[str, Any] | None = None
-    """A tool's schema that takes the place of the class's own; None: the class's own."""
+    """Takes the place of a tool class's own schema."""
 
 
 def class_of(name: str, table: Mapping[str, str], kind: str) -> Any:
-    """Return the class that is registered as `name`, or named `file.py:Class`, `module:Class` or `package.module.Class`.
-
-    Raises ConfigError, with the known names, when there is none.
-    """
+    """`name` is registered, or `file.py:Class`, `module:Class` or `package.module.Class`. Raises
+    ConfigError."""
     if name in table or ":" in name:
         return load_function(table.get(name, name), kind)
     module, dot, last = name.rpartition(".")  # as verl writes a class
@@ -60,10 +56,7 @@ def class_of(name: str, table: Mapping[str, str], kind: str) -> Any:
 
 
 def made(named: Named, table: Mapping[str, str], kind: str) -> Any:
-    """Return a new object of the class with its options.
-
-    Raises ConfigError, with the options that there are, for some that it does not take; of ours the types are known, too.
-    """
+    """Raises ConfigError for options that the class does not take; of ours the types are known, too."""
     implementation, what = class_of(named.name, table, kind), f"{kind} {named.name!r}"
     for verl_method, method, contract in _OF_VERL:
         if hasattr(implementation, verl_method) and not hasattr(implementation, method):
@@ -83,7 +76,7 @@ def made(named: Named, table: Mapping[str, str], kind: str) -> Any:
 
 
 def schema_of(named: Named, tool: Any) -> dict[str, Any]:
-    """Return a tool's schema as {"name", "description", "parameters"}. Raises ConfigError for one without a name."""
+    """{"name", "description", "parameters"}. Raises ConfigError for a schema without a name."""
     schema = dict(named.schema or getattr(tool, "schema", None) or {})
     schema = dict(schema.get("function", schema))  # verl and OpenAI put it under `function`
     if not isinstance(schema.get("name"), str) or not schema["name"]:
@@ -91,11 +84,9 @@ def schema_of(named: Named, tool: Any) -> dict[str, Any]:
     return {"description": "", "parameters": {"type": "object", "properties": {}}} | schema
 
 
-# ---- files in verl's form ---------------------------------------------------------------------------------
-
-# A tool file has `tools:`, a list of class_name, config, tool_schema; an interaction file has `interaction:`, a list of name,
-# class_name, config (verl's documentation, "Multi-turn Rollout Support" and "Interaction System"). Class paths are registered names,
-# or classes of the user's; classes of verl's own are answered with what does their work here, and its options.
+# Files in verl's form. A tool file has `tools:`, a list of class_name, config, tool_schema; an interaction file has
+# `interaction:`, a list of name, class_name, config (verl's documentation, "Multi-turn Rollout Support" and
+# "Interaction System"). Class paths are registered names, or classes of the user's.
 
 _SANDBOX = (
     "python, which runs code in a sandbox of this program, one interpreter per episode: config: {time_s: 5, memory_mb: 512}"
@@ -111,15 +102,13 @@ CLASSES: dict[str, str] = {
     "MCPSearchTool": _OF_A_SERVER,
     "Gsm8kInteraction": "gsm8k; its config may stay as it is",
 }
-"""The class names to write in place of verl's classes, by the last part of their paths."""
+"""What to write in place of verl's classes, by the last part of their paths."""
 _OWN_OF_VERL = ("verl.", "recipe.")
 
 
 def tools_of(path: str | None, given: Mapping[str, Any]) -> list[Named]:
-    """Return the tools of a file in verl's form, if there is one, then the `given` ones with their options by name.
-
-    Raises ConfigError for a file that cannot be read or has another form, and for options that are no mapping.
-    """
+    """The tools of a file in verl's form, then the `given` ones with their options by name. Raises
+    ConfigError."""
     parts = "class_name, config, tool_schema"
     tools = [] if path is None else _named_in(path, "tool_config_path", "tools", "tool", parts)
     for name, options in given.items():
@@ -130,7 +119,7 @@ def tools_of(path: str | None, given: Mapping[str, Any]) -> list[Named]:
 
 
 def interaction_file(path: str) -> Named:
-    """Return the environment of an interaction file. Raises ConfigError for another form, and for more than one interaction."""
+    """Raises ConfigError for another form, and for more than one interaction."""
     entries = _named_in(path, "interaction_config_path", "interaction", "environment", "name, class_name, config")
     if len(entries) != 1:
         names = ", ".join(named.name for named in entries) or "none"
@@ -141,7 +130,7 @@ def interaction_file(path: str) -> Named:
 
 
 def _named_in(path: str, key: str, name: str, kind: str, parts: str) -> list[Named]:
-    """Return what the entries of a file name, in its order. Raises ConfigError, with all problems, for another form or a class of verl's."""
+    """What the entries of a file name, in its order. Raises ConfigError with all problems."""
     import yaml
 
     try:
@@ -160,7 +149,7 @@ def _named_in(path: str, key: str, name: str, kind: str, parts: str) -> list[Nam
 
 
 def _named(entry: Mapping[str, Any], where: str, kind: str, problems: list[str]) -> Named:
-    """Return what an entry names; for a class of verl's, and for values of another form, with one more of `problems`."""
+    """Adds to `problems` for a class of verl's, and for values of another form."""
     name, raw_options, schema = str(entry["class_name"]), entry.get("config"), entry.get("tool_schema")
     if name.startswith(_OWN_OF_VERL) and ":" not in name:
         known = f"a {kind} of your own as path/to/file.py:Class (docs/agents.md), or a registered name"
@@ -172,6 +161,6 @@ def _named(entry: Mapping[str, Any], where: str, kind: str, problems: list[str])
     if schema is not None and not isinstance(schema, Mapping):
         problems.append(f"{where}.tool_schema is {schema!r:.60}; expected type and function, or null")
         schema = None
-    # `type: native` says in verl that the tool is a class of its own, as every one is here.
+    # verl's `type: native` is a tool that is a class, as every tool here.
     options = {str(key): value for key, value in (raw_options or {}).items() if key != "type"}
     return Named(name, options, None if schema is None else dict(schema))

@@ -1,7 +1,8 @@
-"""Episodes of several turns as a stream of rollouts: the driver above the rollout pool and the environment processes.
+"""Episodes of several turns as a stream of rollouts: the driver above the rollout pool and the environment
+processes.
 
-Every turn is one request to the engines, whose prompt is the episode's context so far. While an episode waits for its
-environment, all others go on; engines and environments never wait for each other.
+A turn is one request to the engines, whose prompt is the episode's context so far. Engines and environments
+never wait for each other.
 """
 
 from __future__ import annotations
@@ -31,65 +32,65 @@ from grpo_rl.rollout.requests import WholeBatches, rollout_id, sample_seed, samp
 from grpo_rl.types import GREEDY, Ending, Metrics, Prompt, Rollout, Sampling
 
 LOOK_S = 0.02
-"""Seconds for which turns are waited for before another look at the environments that are at work."""
+"""Seconds to wait for turns before another look at environments that are at work."""
 QUIET_S = 0.5
 """The same for deadlines of episodes, if no environment is at work."""
 DRAIN_S = 0.001
-"""Seconds for which further turns are waited for that have ended with the first."""
+"""Seconds to wait for further turns that have ended with the first."""
 
 LONGEST_TOKEN = 16
-"""Characters of a token: messages with more of them for each token of the longest sequence are too long before they are tokens."""
+"""Characters: messages with more for each token of the longest sequence are too long before they are
+tokens."""
 MOST_TOOL_LISTS = 64
 """Lists of tools for which renderers are kept."""
 
 
 class Environments(Protocol):
-    """The environments of many episodes: an `EnvironmentPool`, or those of all nodes of a run."""
+    """An `EnvironmentPool`, or those of all nodes of a run."""
 
     @property
     def num_waiting(self) -> int:
-        """The number of answers that have not come yet."""
+        """Answers that have not come yet."""
 
     def begin(self, episode: str, start: Mapping[str, Any]) -> None:
-        """Begin an episode; the answer is an event."""
+        """The answer is an event."""
 
     def step(self, episode: str, turn: Mapping[str, Any]) -> None:
-        """Give a turn to an episode's environment; the answer is an event."""
+        """The answer is an event."""
 
     def end(self, episode: str) -> None:
-        """Close an episode, wherever it is; no event comes for it any more."""
+        """No event comes for the episode any more."""
 
     def events(self, wait_s: float = 0.0) -> list[Event]:
-        """Return what has happened, after waiting up to `wait_s` for the first event. Raises ClusterError if no more can."""
+        """Waits up to `wait_s` for the first event. Raises ClusterError if no more can come."""
 
-    def close(self) -> None:
-        """End the processes."""
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
 class Playing(Conversation):
-    """An episode that was asked for and has not ended. Its prompt is the row's, with what the environment adds to it in `reset`."""
+    """An episode that has not ended. Its prompt is the row's, with what the environment adds to it in
+    `reset`."""
 
     id: str
     row: Prompt
-    """The row's own prompt."""
     sample: int
     sampling: Sampling
-    """The way in which its first turn is sampled; `max_tokens` is the room for all turns and what comes between."""
+    """Of the first turn; `max_tokens` is the room for all turns and what comes between."""
     seed: int = 0
-    """The environment's seed."""
+    """The environment's."""
     attempt: int = 0
     wave: int = 0
-    """The number of times that episodes were forgotten before this one was asked for: engines may still answer requests of those."""
+    """Calls of `forget` before this episode was asked for: engines may still answer requests of those."""
     asked: str | None = None
-    """The id of the turn that is being sampled, in the pool of turns."""
+    """The id of the turn that is being sampled."""
     began: float | None = None
-    """The moment, by time.monotonic, at which the first turn was asked for."""
+    """time.monotonic() when the first turn was asked for."""
     counts: Counter[str] = field(default_factory=Counter)
     waits_s: list[float] = field(default_factory=list)
     info: dict[str, float] = field(default_factory=dict)
     deltas: ChatDeltas | None = None
-    """The renderer of its context; None: the one of all, because its environment has shown no tools of its own."""
+    """None: the renderer of all, as its environment has shown no tools of its own."""
 
     def __post_init__(self) -> None:
         self.prompt, self.keeps_support = self.row, self.sampling.returns_support
@@ -101,21 +102,21 @@ class Playing(Conversation):
 
     @property
     def turn_id(self) -> str:
-        """The uid of the prompt with which the next turn is asked for."""
+        """The uid of the prompt of the next turn."""
         return f"{self.name}/turn-{len(self.turns)}"
 
     def again(self) -> Playing:
-        """Return a new attempt at the same episode, with the same seed."""
+        """A new attempt at the same episode, with the same seed."""
         retried = Playing(self.id, self.row, self.sample, self.sampling, self.seed, self.attempt + 1, self.wave)
         retried.counts["retries"] = self.attempt + 1
         return retried
 
     def room(self, max_model_len: int) -> int:
-        """Return for how many further tokens there is room."""
+        """Further tokens for which there is room."""
         return min(self.sampling.max_tokens, max_model_len - len(self.prompt.token_ids)) - self.length
 
     def comes_to(self, state: str | None, messages: Sequence[Message]) -> None:
-        """Note the state that the next turn is taken in: the one that the environment names, else what its messages say."""
+        """Note the state of the next turn: the one that the environment names, else what its messages say."""
         named = "\0".join(f"{message['role']}\0{message['content']}" for message in messages) if state is None else state
         digest = hashlib.blake2b(named.encode("utf-8", "surrogatepass"), digest_size=8).digest()
         self.state = int.from_bytes(digest, "big", signed=True)
@@ -126,7 +127,7 @@ class Playing(Conversation):
             self.turns[-1] = dataclasses.replace(self.turns[-1], reward=reward)
 
     def rollout(self, ended: Ending, failure: tuple[str, str] | None = None) -> Rollout:
-        """Return the whole episode as a rollout; `failure` is the kind and the cause if its environment failed."""
+        """`failure` is the kind and the cause if the environment failed."""
         kind, cause = failure if failure is not None else (None, None)
         rollout = self.joined(
             self.sample,
@@ -141,10 +142,11 @@ class Playing(Conversation):
 
 
 class EpisodePool(WholeBatches):
-    """`protocols.RolloutPool` whose rollouts are episodes. It is used from one thread, as the pool below it.
+    """`protocols.RolloutPool` whose rollouts are episodes. Used from one thread, as the pool below it.
 
-    An episode's tokens are a single sequence: the prompt, then turns as they were sampled, with the context between them
-    (`chat_deltas.py`). The same prompt, seed and answers of the environment give the same episode.
+    An episode's tokens are a single sequence: the prompt, then turns as they were sampled, with the context
+    between them (`chat_deltas.py`). The same prompt, seed and answers of the environment give the same
+    episode.
     """
 
     def __init__(
@@ -159,51 +161,44 @@ class EpisodePool(WholeBatches):
         retries: int = 2,
         quiet_s: float = 3600.0,
     ) -> None:
-        """An episode has at most `max_turns` assistant turns and `timeout_s` from its first one, if these are given.
+        """An episode has `timeout_s` from its first turn, and `retries` further attempts after a lost
+        process.
 
-        After a lost environment process there are `retries` further attempts. The run is given up after `quiet_s` seconds
-        without any turn or answer.
+        The run is given up after `quiet_s` seconds without any turn or answer.
         """
         self.turns, self.environments, self.deltas = turns, environments, deltas
         self.max_model_len, self.max_turns, self.timeout_s = max_model_len, max_turns, timeout_s
         self.retries, self.quiet_s = retries, quiet_s
         self._playing: dict[str, Playing] = {}
-        """The episodes that have not ended, by id."""
         self._of_name: dict[str, Playing] = {}
-        """The episodes by the name of their attempt, as environments call them."""
+        """By the name of the attempt, as environments call it."""
         self._of_turn: dict[str, Playing] = {}
-        """The episodes whose turn is being sampled, by the turn's id in the pool below."""
+        """Episodes whose turn is being sampled, by the turn's id."""
         self._ended: dict[str, Rollout] = {}
-        """Those that have ended and were not handed over yet."""
+        """Not handed over yet."""
         self._due: dict[str, tuple[Prompt, Sampling]] = {}
         """Turns to ask for, by the episode's id."""
         self._shown: dict[tuple[str, str], Prompt] = {}
-        """Prompts with what environments add to them, so that equal ones are one object."""
+        """Prompts with what environments add to them: equal ones are one object."""
         self._deltas_with = lru_cache(MOST_TOOL_LISTS)(lambda tools: self.deltas.with_tools(json.loads(tools)))
-        """The renderers of conversations whose environments show tools of their own, by these; most episodes show the same."""
+        """By the tools that environments show: most episodes show the same."""
         self._last_news = time.monotonic()
         self._wave = 0
-        """The number of calls of `forget` for episodes on their way."""
-
-    # ---- what it hands on ------------------------------------------------------------------------------------
+        """Calls of `forget` for episodes on their way."""
 
     @property
     def version(self) -> int:
-        """The version of the weights that the engines hold."""
         return self.turns.version
 
     def sync_weights(self, actor: Any) -> Metrics:
-        """Bring every replica to the current weights of `actor`. Episodes go on with them from their next token."""
+        """Episodes go on with the new weights from their next token."""
         return self.turns.sync_weights(actor)
 
     def keep_weights(self) -> AbstractContextManager[None]:
-        """Return a context inside of which nothing is asked of the actor."""
         return self.turns.keep_weights()
 
-    # ---- the stream -------------------------------------------------------------------------------------------
-
     def submit(self, prompts: Sequence[Prompt], n: int, sampling: Sampling, *, greedy: bool = False) -> list[str]:
-        """Ask for n episodes per prompt; return their ids, by prompt and sample. `completed` hands them over.
+        """Ask for n episodes per prompt; return their ids, by prompt and sample.
 
         `sampling.max_tokens` is the room for all that follows the prompt, context included.
         """
@@ -218,12 +213,13 @@ class EpisodePool(WholeBatches):
         return ids
 
     def completed(self, wait_s: float | None = None, only: Collection[str] | None = None) -> Iterator[Rollout]:
-        """Yield episodes as they end, until none that was asked for is missing (of `only`, if given), or for `wait_s`."""
+        """Episodes as they end, until none that was asked for is missing (of `only`, if given), or for
+        `wait_s`."""
         deadline = None if wait_s is None else time.monotonic() + wait_s
         while True:
             ended_names = [name for name in self._ended if only is None or name in only]
             for name in ended_names:
-                if name in self._ended:  # the caller may forget some between two of them
+                if name in self._ended:  # the caller may forget some
                     yield self._ended.pop(name)
             if ended_names:
                 continue
@@ -244,15 +240,12 @@ class EpisodePool(WholeBatches):
             self._ended.pop(name, None)
 
     def rest(self) -> None:
-        """Let the engines give their memory back, if they do that and nothing is asked for."""
+        """Let the engines give their memory back, if nothing is asked for."""
         if not self._playing and not self._ended:
             self.turns.rest()
 
     def close(self) -> None:
-        """End the environment processes."""
         self.environments.close()
-
-    # ---- one round -----------------------------------------------------------------------------------------------
 
     def _go_on(self, wait_s: float) -> None:
         """Take in what turns and environments have ended, for up to `wait_s`, and ask for what follows."""
@@ -276,14 +269,14 @@ class EpisodePool(WholeBatches):
             )
 
     def _hear(self, wait_s: float) -> int:
-        """Take in what environments have answered; wait for the first answer. Return the number of answers."""
+        """Wait for the first answer of an environment; return the number of answers."""
         events = self.environments.events(wait_s)
         for event in events:
             self._happened(event)
         return len(events)
 
     def _take_turns(self, wait_s: float) -> int:
-        """Take in the turns that have ended; wait for the first one. Return their number."""
+        """Wait for the first turn that ends; return the number of turns."""
         turns = list(itertools.islice(self.turns.completed(wait_s), 1))
         if turns:
             turns += self.turns.completed(DRAIN_S)
@@ -300,15 +293,12 @@ class EpisodePool(WholeBatches):
                 playing.asked, self._of_turn[turn] = turn, playing
 
     def _past_deadlines(self) -> None:
-        """End the episodes whose time is over."""
         if self.timeout_s is None:
             return
         first = time.monotonic() - self.timeout_s
         for playing in [episode for episode in self._playing.values() if episode.began is not None and episode.began < first]:
             self._withdraw(playing)
             self._finish(playing, "time")
-
-    # ---- an episode's course ---------------------------------------------------------------------------------------
 
     def _begin(self, playing: Playing) -> None:
         row = playing.row
@@ -326,7 +316,6 @@ class EpisodePool(WholeBatches):
         self.environments.begin(playing.name, start)
 
     def _happened(self, event: Event) -> None:
-        """Go on with an episode after an answer of its environment, or without one."""
         playing = self._of_name.get(event.episode)
         if playing is None:
             return
@@ -400,7 +389,7 @@ class EpisodePool(WholeBatches):
         return ended is None
 
     def _is_too_long(self, messages: list[Any]) -> bool:
-        """Return whether messages cannot fit into a context, so that they need not be made tokens to know it."""
+        """Too long for a context, known before they are made tokens."""
         return self._size(messages) > LONGEST_TOKEN * self.max_model_len
 
     @staticmethod
@@ -432,7 +421,6 @@ class EpisodePool(WholeBatches):
         playing.prompt = self._shown[key]
 
     def _next_turn(self, playing: Playing) -> None:
-        """Ask for the episode's next turn, if there is room for it."""
         room = playing.room(self.max_model_len)
         if room < 1:
             if playing.turns:
@@ -448,7 +436,6 @@ class EpisodePool(WholeBatches):
         self._due[playing.id] = prompt, sampling
 
     def _turned(self, turn: Rollout) -> None:
-        """Take in a turn that was sampled, and give it to the environment."""
         playing = self._of_turn.pop(rollout_id(turn.prompt, turn.sample_index), None)
         if playing is None:
             return
@@ -482,7 +469,6 @@ class EpisodePool(WholeBatches):
         self._begin(playing.again())
 
     def _withdraw(self, *episodes: Playing) -> None:
-        """Take back the turns that episodes have asked for."""
         for playing in episodes:
             self._due.pop(playing.id, None)
         if turn_ids := [playing.asked for playing in episodes if playing.asked is not None]:

@@ -1,5 +1,3 @@
-"""The settings of a run's episodes: from the configuration to what environment processes, prompts and the driver are made with."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -19,19 +17,14 @@ from grpo_rl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSetup:
-    """Everything that the episodes of a run are played with."""
-
     config: Config
     host: HostSetup
     schemas: tuple[dict[str, Any], ...]
-    """The tools as the chat template shows them."""
+    """As the chat template shows them."""
 
     @staticmethod
     def of(config: Config) -> EpisodeSetup | None:
-        """Return the setup of this configuration; None if it has no episodes.
-
-        Raises ConfigError, with all problems, for names that are unknown and options that do not fit.
-        """
+        """None without episodes. Raises ConfigError with all problems."""
         if not plays_episodes(config):
             return None
         multi_turn, problems = config.actor_rollout_ref.rollout.multi_turn, list[str]()
@@ -53,7 +46,7 @@ class EpisodeSetup:
         return EpisodeSetup(config, dataclasses.replace(host, tools=tools), tool_schemas)
 
     def data(self, tokenizer: Any) -> DataConfig:
-        """Return the settings of the data, with the tools that every prompt shows.
+        """With the tools that every prompt shows.
 
         Prompts of embedded models show none: these know their tools from the rows of their warm start.
         """
@@ -67,17 +60,16 @@ class EpisodeSetup:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles of the messages that may come between assistant turns."""
+        """Of the messages that may come between assistant turns."""
         return (*(("tool",) if self.schemas else ()), *(("user",) if self.host.environment is not None else ()))
 
     def deltas(self, tokenizer: Any, stop_ids: frozenset[int]) -> ChatDeltas:
-        """Return what renders the context between turns."""
         return ChatDeltas(Renderer(self.data(tokenizer), tokenizer), tokenizer, stop_ids)
 
     def check(self, tokenizer: Any) -> list[str]:
-        """Return what is to be noted of the chat template. Raises ConfigError for one that episodes cannot be played with.
+        """Notes about the chat template. Raises ConfigError if episodes cannot be played with it.
 
-        Without a template the prompts have to be plain strings, and so has what comes between turns.
+        Without a template prompts are plain strings, and so is what comes between turns.
         """
         renderer = Renderer(self.data(tokenizer), tokenizer)
         if not renderer.has_template:
@@ -87,13 +79,11 @@ class EpisodeSetup:
 
     @property
     def runs_code(self) -> bool:
-        """Return whether a tool runs programs that the policy writes."""
         return any(class_of(tool.name, TOOLS, "tool") is class_of("python", TOOLS, "tool") for tool in self.host.tools)
 
     def pool(
         self, turns: TurnPool, environments: Environments, tokenizer: Any, stop_ids: frozenset[int], max_model_len: int
     ) -> EpisodePool:
-        """Return the pool whose rollouts are episodes, above one of single turns."""
         multi_turn = self.config.actor_rollout_ref.rollout.multi_turn
         return EpisodePool(
             turns,
@@ -108,7 +98,7 @@ class EpisodeSetup:
 
 
 def max_turns(own: MultiTurnConfig) -> int | None:
-    """Return the most assistant turns of an episode: by their own limit, or one more than the answers that may come."""
+    """The limit on assistant turns, or one more than that on the answers."""
     limits = [own.max_assistant_turns, None if own.max_user_turns is None else own.max_user_turns + 1]
     return min((limit for limit in limits if limit is not None), default=None)
 

@@ -1,4 +1,4 @@
-"""The ways in which models write tool calls, and the parsers that read them from an assistant turn."""
+"""How models write tool calls: parsers of assistant turns."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from grpo_rl.errors import ConfigError
 from grpo_rl.registry import Registry
 
 FORMATS: Registry[Callable[[str], Iterable[Any]]] = Registry("tool-call format")
-"""A format returns each call that a turn contains, whose special tokens are in the text: {"name": ..., "arguments": {...}}, the same as
-JSON, or the ValueError that says what is wrong with it. A user's own parser may raise ValueError for the whole turn."""
+"""A format returns each call of a turn, whose special tokens are in the text: {"name": ..., "arguments":
+{...}}, the same as JSON, or the ValueError that says what is wrong. A user's parser may raise ValueError for
+the whole turn."""
 
 _THOUGHTS = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
@@ -30,20 +31,20 @@ INSTEAD: dict[str, str] = {
     "pythonic": _OWN_PARSER,
     "deepseekv3": _OWN_PARSER,
 }
-"""The replacements of the names that verl and its engines have for other formats."""
+"""What to write for the names of other formats of verl and its engines."""
 
 
 def check_format(name: str) -> None:
-    """Raise ConfigError, with what to write instead, for a format that is not here."""
+    """Raise ConfigError, with what to write instead."""
     if name in INSTEAD:
         raise ConfigError(f"format={name}: is not here; use {INSTEAD[name]}")
     FORMATS.get(name)
 
 
 def parse(name: str, text: str) -> tuple[tuple[ToolCall, ...], tuple[str, ...]]:
-    """Return the calls in a turn, and what is wrong with those that cannot be read; inside of thoughts is no call.
+    """The calls in a turn, and what is wrong with those that cannot be read; inside of thoughts is no call.
 
-    `name` is a registered format, or a user's own parser as `file.py:function`. The text has its special tokens.
+    `name` is a registered format, or a user's parser as `file.py:function`.
     """
     calls: list[ToolCall] = []
     malformed: list[str] = []
@@ -59,12 +60,12 @@ def parse(name: str, text: str) -> tuple[tuple[ToolCall, ...], tuple[str, ...]]:
 
 
 def spoken(name: str, text: str) -> str:
-    """Return what a turn with calls says beside them. Nothing for formats whose calls are the whole turn, and a user's own."""
+    """What a turn with calls says beside them; nothing for formats whose calls are the whole turn."""
     return _HERMES.sub("", text).strip() if name in ("hermes", "qwen", "qwen25") else ""
 
 
 def _call(value: Any, number: int) -> ToolCall:
-    """Return one parsed value as a call. Raises ValueError for another shape."""
+    """Raises ValueError for another shape."""
     if isinstance(value, ValueError):
         raise value
     if isinstance(value, str):
@@ -84,9 +85,9 @@ def _call(value: Any, number: int) -> ToolCall:
 
 @FORMATS.register("hermes", "qwen", "qwen25")
 def hermes(text: str) -> Iterator[Any]:
-    """Yield the calls between <tool_call> and </tool_call>, as Hermes and Qwen models write them.
+    """Calls between <tool_call> and </tool_call>, as Hermes and Qwen models write them.
 
-    `qwen` and `qwen25` are the names of this format in SGLang, which verl's examples for it use.
+    `qwen` and `qwen25` are SGLang's names, which verl's examples use.
     """
     for body, end in _HERMES.findall(text):
         yield body if end else ValueError("a <tool_call> is not closed by </tool_call>")
@@ -94,7 +95,7 @@ def hermes(text: str) -> Iterator[Any]:
 
 @FORMATS.register("llama3_json")
 def llama3_json(text: str) -> Iterator[Any]:
-    """Yield the calls of a turn that is nothing but JSON objects, separated by `;`, as Llama 3 models write them."""
+    """A turn that is nothing but JSON objects, separated by `;`, as Llama 3 models write them."""
     text = _LLAMA_END.sub("", text.strip()).strip()
     tagged = text.startswith(_LLAMA)
     text = text.removeprefix(_LLAMA).strip()
@@ -112,7 +113,6 @@ def llama3_json(text: str) -> Iterator[Any]:
 
 
 def _json(text: str) -> Any:
-    """Return the JSON value. Raises ValueError."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -140,10 +140,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def argument_problem(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with a call's arguments by the tool's JSON schema; None if nothing is.
-
-    Required names and the types of the first level are looked at; what lies deeper is the tool's.
-    """
+    """What is wrong with a call's arguments by the tool's JSON schema: required names and types of the first
+    level."""
     parameters = schema.get("parameters") or {}
     properties = parameters.get("properties") or {}
     missing = [name for name in parameters.get("required") or () if name not in arguments]

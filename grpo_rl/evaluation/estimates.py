@@ -1,8 +1,5 @@
-"""Estimates from a sample of prompts: pass@k without bias, intervals by bootstrap, and tests of a difference. Pure functions.
-
-Axes: `_P` prompts, `_PN` the n responses to each prompt. All draws are seeded, so that the same responses give the same
-numbers.
-"""
+"""Estimates from a sample of prompts. All draws are seeded. Axes: `_P` prompts, `_PN` the n responses to
+each."""
 
 from __future__ import annotations
 
@@ -19,13 +16,11 @@ SHUFFLES = 100_000
 EXACT_UP_TO = 16
 """Prompts up to which every sign is counted and none is drawn."""
 _AT_ONCE = 2**22
-"""Numbers that are drawn at a time, so that memory stays the same for any number of prompts."""
+"""Numbers drawn at a time: memory does not grow with the number of prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean with its interval."""
-
     mean: float
     low: float
     high: float
@@ -33,8 +28,6 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The mean difference between two models on the same prompts."""
-
     mean: float
     low: float
     high: float
@@ -43,7 +36,7 @@ class Difference:
 
 
 def pass_at_k(passed_P: np.ndarray, n: int, k: int) -> np.ndarray:
-    """Return for each prompt the unbiased estimate of the probability that one of k responses passes.
+    """For each prompt the unbiased estimate of the probability that one of k responses passes.
 
     1 - C(n - c, k) / C(n, k) for c of n that passed, as the product 1 - prod_{i = n-c+1}^{n} (1 - k / i), which does not
     overflow: Chen et al., "Evaluating large language models trained on code" (arXiv 2107.03374), section 2.1.
@@ -56,15 +49,15 @@ def pass_at_k(passed_P: np.ndarray, n: int, k: int) -> np.ndarray:
 
 
 def ks_of(n: int) -> list[int]:
-    """Return the powers of two up to n, and n."""
+    """The powers of two up to n, and n."""
     return [*(2**exponent for exponent in range(n.bit_length()) if 2**exponent < n), n]
 
 
 def interval(values_P: np.ndarray) -> Estimate:
-    """Return the mean over the prompts and its 95 % interval: percentiles of the means of resampled prompts.
+    """The mean over the prompts and its 95 % interval: percentiles of the means of resampled prompts.
 
-    Efron and Tibshirani, "An introduction to the bootstrap" (1993), section 13.3. Prompts are drawn and not responses:
-    the question is what other prompts of this kind would give. One prompt has no interval: both ends are NaN.
+    Efron and Tibshirani, "An introduction to the bootstrap" (1993), section 13.3. Prompts are drawn, not
+    responses. For one prompt both ends are NaN.
     """
     values_P = np.asarray(values_P, dtype=np.float64)
     if len(values_P) < 2:
@@ -74,12 +67,12 @@ def interval(values_P: np.ndarray) -> Estimate:
 
 
 def paired_difference(first_P: np.ndarray, second_P: np.ndarray) -> Difference:
-    """Return how much better the second model is on the same prompts.
+    """How much better the second model is on the same prompts.
 
-    The interval is that of a bootstrap over prompts, which keeps the two values of a prompt together. `p` is of a
-    permutation test: each prompt's difference keeps or changes its sign at random, which is what exchanging the two models
-    does (Good, "Permutation, parametric and bootstrap tests of hypotheses", 2005, section 3.2). All signs are counted for up
-    to 16 prompts that differ, else 100,000 are drawn and the data themselves count as one more.
+    The interval is that of a bootstrap over prompts. `p` is of a permutation test: each prompt's difference
+    keeps or changes its sign at random, as if the two models were exchanged (Good, "Permutation, parametric
+    and bootstrap tests of hypotheses", 2005, section 3.2). All signs are counted for up to 16 prompts that
+    differ, else 100,000 are drawn and the data themselves count as one more.
     """
     differences_P = np.asarray(second_P, dtype=np.float64) - np.asarray(first_P, dtype=np.float64)
     if len(np.atleast_1d(first_P)) != len(np.atleast_1d(second_P)):
@@ -89,7 +82,7 @@ def paired_difference(first_P: np.ndarray, second_P: np.ndarray) -> Difference:
 
 
 def _resampled_means(values: np.ndarray) -> np.ndarray:
-    """Return the means of RESAMPLES draws with replacement of as many values as there are."""
+    """Of RESAMPLES draws with replacement of as many values as there are."""
     rng, count = np.random.default_rng(SEED), len(values)
     at_once = max(1, _AT_ONCE // count)
     parts = [
@@ -100,7 +93,7 @@ def _resampled_means(values: np.ndarray) -> np.ndarray:
 
 
 def _sign_flips(differences: np.ndarray) -> float:
-    """Return the two-sided p of the mean under random signs. Zeros have no sign."""
+    """The two-sided p of the mean under random signs. Zeros have no sign."""
     sizes = np.abs(differences[differences != 0])
     if not len(sizes):
         return 1.0

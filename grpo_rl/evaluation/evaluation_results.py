@@ -1,5 +1,3 @@
-"""The results of an evaluation: estimates for each data source and model, differences between models, and their tables."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -21,28 +19,26 @@ ALL = "all sources"
 Groups = Mapping[int, Sequence[Record]]
 """The n responses to each prompt, by its row."""
 Table = tuple[list[str], list[list[str]]]
-"""Header and rows of texts."""
+"""Header and rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceResult:
-    """The results of all models on one data source."""
-
     source: str
     num_prompts: int
     metrics: dict[str, list[Estimate]]
-    """One estimate for each model, by metric."""
+    """One estimate for each model."""
     differences: dict[str, list[Difference]]
-    """The difference of each further model to the first, by metric."""
+    """Of each further model to the first."""
     lengths: list[float]
     truncated: list[float]
     failures: list[int]
     binary: bool
-    """True if every value is 0 or 1."""
+    """Every value is 0 or 1."""
 
 
 def results_of(models: Sequence[Groups], *, pass_at: float = 1.0) -> list[SourceResult]:
-    """Return the results by data source, of all models on the same prompts; with several sources also those of all together.
+    """By data source, of all models on the same prompts; with several sources also of all together.
 
     A response passes whose value is at least `pass_at`. Raises ValueError if the models answered different prompts.
     """
@@ -60,7 +56,6 @@ def results_of(models: Sequence[Groups], *, pass_at: float = 1.0) -> list[Source
 
 
 def _of_source(source: str, models: Sequence[Sequence[Sequence[Record]]], pass_at: float) -> SourceResult:
-    """Return the results on one data source, of which each model has the responses to each prompt."""
     flat = [[record for group in groups for record in group] for groups in models]
     values = [np.array([[logged_value(record) for record in group] for group in groups]) for groups in models]
     per_prompt = [_metrics(values_PN, groups, pass_at) for values_PN, groups in zip(values, models, strict=True)]
@@ -81,7 +76,7 @@ def _of_source(source: str, models: Sequence[Sequence[Sequence[Record]]], pass_a
 
 
 def _metrics(values_PN: np.ndarray, groups: Sequence[Sequence[Record]], pass_at: float) -> dict[str, np.ndarray]:
-    """Return each metric's value for every prompt, by name."""
+    """Of each metric the value for every prompt."""
     n = values_PN.shape[1]
     passed_P = (values_PN >= pass_at - 1e-9).sum(axis=1)
     metrics = {f"mean@{n}": values_PN.mean(axis=1)}
@@ -93,8 +88,6 @@ def _metrics(values_PN: np.ndarray, groups: Sequence[Sequence[Record]], pass_at:
 
 
 def as_json(results: Sequence[SourceResult], labels: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the results as plain values, each model by its label."""
-
     def by_label(values: list[Any]) -> dict[str, Any]:
         return dict(zip(labels[len(labels) - len(values) :], values, strict=True))
 
@@ -113,7 +106,8 @@ def as_json(results: Sequence[SourceResult], labels: Sequence[str]) -> list[dict
 
 
 def shown_metrics(result: SourceResult) -> list[str]:
-    """Return the metrics that a table has room for: the mean, pass at the smallest, a middle and the largest k, the majority."""
+    """Those that a table has room for: the mean, pass at the smallest, a middle and the largest k, the
+    majority."""
     names = list(result.metrics)
     passes = [name for name in names if name.startswith("pass@")]
     # With values of 0 and 1 pass@1 is the mean.
@@ -123,7 +117,7 @@ def shown_metrics(result: SourceResult) -> list[str]:
 
 
 def table(result: SourceResult, labels: Sequence[str]) -> Table:
-    """Return header and rows of one data source: a column for each model, a row for each number."""
+    """A column for each model, a row for each number."""
     rows = [[name, *map(_text, result.metrics[name])] for name in shown_metrics(result)]
     rows.append(["tokens per response", *(f"{length:.1f}" for length in result.lengths)])
     rows.append(["cut at the limit", *(f"{share:.1%}" for share in result.truncated)])
@@ -132,7 +126,7 @@ def table(result: SourceResult, labels: Sequence[str]) -> Table:
 
 
 def differences_table(result: SourceResult, labels: Sequence[str]) -> Table:
-    """Return header and rows of the differences to the first model: a column for each of the others."""
+    """A column for each model but the first."""
     rows = [
         [name, *(f"{_text(difference, '+')} {p_text(difference.p)}" for difference in result.differences[name])]
         for name in shown_metrics(result)
@@ -141,11 +135,10 @@ def differences_table(result: SourceResult, labels: Sequence[str]) -> Table:
 
 
 def _text(found: Estimate | Difference, sign: str = "") -> str:
-    """Return `0.312 [0.281, 0.344]`; without the interval if there is none."""
+    """`0.312 [0.281, 0.344]`; without the interval if there is none."""
     ends = "" if math.isnan(found.low) else f" [{found.low:{sign}.3f}, {found.high:{sign}.3f}]"
     return f"{found.mean:{sign}.3f}{ends}"
 
 
 def p_text(p: float) -> str:
-    """Return `p=0.027`, and for very small ones `p<0.0001`."""
     return "p<0.0001" if p < 1e-4 else f"p={p:.4f}" if p < 0.01 else f"p={p:.3f}"

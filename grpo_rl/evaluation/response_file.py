@@ -1,12 +1,12 @@
-"""The folder of an evaluation: settings that its responses depend on, and one growing file of responses for each model.
+"""The folder of an evaluation.
 
     OUT/settings.json                        what all responses in the folder depend on, whatever the model
     OUT/models/<name>/model.json             which model it was, with a digest of its weights
     OUT/models/<name>/responses.jsonl        one line per response, as in a run's log of rollouts, and its `row` in the data
     OUT/models/<name>/complete.json          the number of prompts, when all are answered
 
-Responses are appended prompt by prompt. A process that is killed leaves whole prompts and perhaps a part of one, which is
-sampled again: a second start goes on.
+A process that is killed leaves whole prompts and perhaps a part of one, which is sampled again: a second
+start goes on.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from grpo_rl.telemetry.metrics.metrics_file import dump_line, jsonable
 Record = dict[str, Any]
 SETTINGS, MODEL, RESPONSES, COMPLETE = "settings.json", "model.json", "responses.jsonl", "complete.json"
 _NUMBERS = ("row", "sample", "prompt_length", "response_length")
-"""Fields that a line has as whole numbers; one without them is sampled again."""
+"""Whole numbers that a line has; a response without them is sampled again."""
 
 
 def settle(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Note the settings of an evaluation in a new folder. Raises ConfigError, with what differs, in one of other settings."""
+    """Note the settings in a new folder. Raises ConfigError, with what differs, if the folder has other
+    ones."""
     if not (folder / SETTINGS).is_file() and (folder / "models").is_dir():
         raise ConfigError(f"{folder} has responses and no {SETTINGS}: give another --output")
     _note(folder, SETTINGS, settings, f"{folder} has responses with other settings")
 
 
 def response_file(folder: Path, name: str, identity: Mapping[str, Any]) -> ResponseFile:
-    """Return the file of a model's responses. Raises ConfigError if the name stands for another model there."""
+    """Raises ConfigError if the name stands for another model there."""
     place = folder / "models" / (re.sub(r"[^\w.@=-]+", "-", name, flags=re.ASCII).strip("-.") or "model")
     _note(place, MODEL, identity, f"{folder} has responses of another model of the name {name}")
     return ResponseFile(place / RESPONSES)
@@ -61,39 +62,36 @@ def _note(folder: Path, file: str, found: Mapping[str, Any], problem: str) -> No
 
 
 class ResponseFile:
-    """The responses of one model, which are appended prompt by prompt."""
-
     def __init__(self, path: Path) -> None:
         self.path, self._complete = path, path.with_name(COMPLETE)
 
     def groups(self, n: int) -> dict[int, list[Record]]:
-        """Return the n responses to each prompt that is complete, by the prompt's row, in the order of the samples."""
+        """The n responses to each complete prompt, by the prompt's row."""
         by_row: dict[int, dict[int, Record]] = defaultdict(dict)
         for _, record in read_lines(self.path) if self.path.is_file() else ():
-            # A line that a killed process has left in part is no object.
+            # A killed process may leave a part of a line.
             if record is not None and all(type(record.get(name)) is int and record[name] >= 0 for name in _NUMBERS):
                 by_row[record["row"]][record["sample"]] = record
         complete = {row: group for row, group in sorted(by_row.items()) if set(group) == set(range(n))}
         return {row: [group[sample] for sample in range(n)] for row, group in complete.items()}
 
     def is_complete(self, n: int) -> bool:
-        """Return whether every prompt has its n responses; how many prompts there are is noted when the last is answered."""
+        """How many prompts there are is noted when the last one is answered."""
         try:
             return bool(read_json(self._complete)["num_prompts"] == len(self.groups(n)))
         except (DataError, KeyError, TypeError):
             return False
 
     def complete(self, num_prompts: int) -> None:
-        """Note that all prompts are answered, and how many there are."""
         write_whole(self._complete, json.dumps({"num_prompts": num_prompts}))
 
     def append(self, records: Sequence[Record]) -> None:
-        """Append all responses to some prompts; they are on the disk when this returns."""
+        """The records are on the disk when this returns."""
         append_lines(self.path, (hide_known(dump_line(record)) for record in records), durable=True)
 
 
 def identity_of(model: str) -> dict[str, Any]:
-    """Return what tells a model from others: a digest of its folder, the settings of an embedded one, a name on the hub."""
+    """A digest of the model's folder, the settings of an embedded one, a name on the hub."""
     if model.startswith("builtin:"):
         from grpo_rl.models.builtin import get_builtin  # which loads torch
 

@@ -1,7 +1,6 @@
-"""The runs of a sweep, named after their values, and their result: a table with mean and spread per setting.
+"""The table of a sweep, with mean and spread per setting.
 
-`python -m grpo_rl.sweep.outcome FOLDER` makes it from the folder of a sweep, also of one whose runs were submitted to a
-cluster one by one.
+`python -m grpo_rl.sweep.outcome FOLDER` makes it also from runs that were submitted to a cluster one by one.
 """
 
 from __future__ import annotations
@@ -27,44 +26,40 @@ from grpo_rl.telemetry.status import read_status
 from grpo_rl.telemetry.terminal.text import number, say
 
 SEED_AXES = ("seed", *overrides.SEEDS)
-"""Axes whose runs differ by chance alone: results are averaged over them."""
+"""Results are averaged over these axes."""
 SWEEP_FILE = "sweep.json"
 _PLAIN = re.compile(r"[^A-Za-z0-9._+-]+")
 _LONGEST = 60
 LAST_STEPS = 5
-"""The number of last training steps whose mean stands for the end of a run."""
+"""Last training steps whose mean stands for the end of a run."""
 LOSSES = {"validation loss": "val/loss", "training loss": "train/loss"}
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One run of a sweep."""
-
     values: Mapping[str, str]
-    """The value of each axis, as Hydra writes it."""
+    """By axis, as Hydra writes it."""
     name: str
-    """The name of the run's folder, such as `lr=0.001,seed=2`."""
+    """Of the run's folder, such as `lr=0.001,seed=2`."""
 
     @property
     def setting(self) -> tuple[tuple[str, str], ...]:
-        """The values that are no seeds: runs with the same ones are repetitions of each other."""
+        """Runs with the same values of all but seeds are repetitions of each other."""
         return tuple((key, value) for key, value in self.values.items() if key not in SEED_AXES)
 
 
 @dataclass(frozen=True, slots=True)
 class SweptRun:
-    """The end of one run."""
-
     point: Point
     state: str
     progress: str
-    """The number of training steps that were logged, and of how many."""
+    """Logged training steps, and of how many."""
     values: Mapping[str, float]
-    """The measures at the end, by the names of the table's columns."""
+    """By the names of the table's columns."""
 
 
 def summarize(folder: Path, points: Sequence[Point]) -> str:
-    """Return the table, one row per setting, and write it to sweep.txt."""
+    """Also writes the table to sweep.txt."""
     results = [_result(folder / point.name, point) for point in points]
     columns = list(dict.fromkeys(name for result in results for name in result.values))
     file = folder / "sweep.txt"
@@ -76,7 +71,6 @@ def summarize(folder: Path, points: Sequence[Point]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table of the sweep in a folder, and write it there."""
     parser = argparse.ArgumentParser(
         prog="python -m grpo_rl.sweep.outcome",
         description="Make the table of a sweep from the folder in which its runs lie.",
@@ -115,12 +109,11 @@ def _result(folder: Path, point: Point) -> SweptRun:
 
 
 def last_step(folder: Path) -> int:
-    """Return the last step that a run has logged."""
     return max((int(record["step"]) for record in read_metrics(folder / "metrics.jsonl")), default=0)
 
 
 def score_until(folder: Path, step: int) -> float:
-    """Return what a run had reached by this step: its last validation, else its last rewards, else its loss; more is better."""
+    """The last validation, else the last rewards, else the loss, up to this step; more is better."""
     records = [record for record in read_metrics(folder / "metrics.jsonl") if record["step"] <= step]
     scores = [score for record in records if record["step"] > 0 and (score := validation_score(record)) is not None]
     rewards = [record["reward/mean"] for record in records if "reward/mean" in record]
@@ -129,7 +122,7 @@ def score_until(folder: Path, step: int) -> float:
 
 
 def _table(results: Sequence[SweptRun], columns: Sequence[str]) -> str:
-    """Return one row per setting: its runs that are done, and mean and spread of each column over them."""
+    """One row per setting: its runs that are done, and mean and spread of each column over them."""
     groups: dict[str, list[SweptRun]] = {}
     for result in results:
         label = name_of(dict(result.point.setting)).replace(",", ", ") or "all runs"
@@ -157,7 +150,7 @@ def _mean_and_spread(values: Sequence[float]) -> str:
 
 
 def read_points(folder: Path) -> list[Point]:
-    """Return the runs of the sweep in `folder`; those of runs that were submitted one by one go by the names of their folders."""
+    """Of runs that were submitted one by one, the names of the folders have the values."""
     try:
         if (folder / SWEEP_FILE).exists():
             return [Point(dict(entry["values"]), str(entry["name"])) for entry in read_json(folder / SWEEP_FILE)]
@@ -168,7 +161,7 @@ def read_points(folder: Path) -> list[Point]:
 
 
 def name_of(values: Mapping[str, str]) -> str:
-    """Return `lr=0.001,seed=2`: the last parts of the keys, as many as tell them apart, and the values in plain letters."""
+    """`lr=0.001,seed=2`: the last parts of the keys, as many as tell them apart."""
     return ",".join(f"{_shortest(key, list(values))}={_plain(value)}" for key, value in values.items())
 
 

@@ -1,6 +1,6 @@
-"""The runs of a sweep: `python -m grpo_rl.main --multirun key=a,b seed=1,2,3 ...`. Hydra's sweeper chooses them and its launcher starts
-them; here they are planned before the first one starts, run in a process each, and summed up in a table.
-"""
+"""The runs of a sweep, `grpo-rl train --multirun key=a,b seed=1,2,3 ...`: Hydra's sweeper chooses them and
+its launcher starts them; here they are planned before the first one starts, run in a process each, and summed
+up in a table."""
 
 from __future__ import annotations
 
@@ -45,9 +45,10 @@ from grpo_rl.telemetry.status import read_status
 
 T = TypeVar("T")
 STOPPED_CODES = (75, 130)
-"""Exit codes of a run that was stopped from outside: no other run of the sweep starts then."""
+"""Of a run that was stopped from outside: no other run of the sweep starts then."""
 STOP_FILE = ".stop"
-"""In the sweep's folder: the runs save and end, and no other one starts, on whatever machine a launcher has put them."""
+"""In the sweep's folder: the runs save and end, and no other starts, on whatever machine a launcher has put
+them."""
 UNTIL = "sweep.until"
 """A word of the halving sweeper: the share of its steps to which a run goes."""
 _PLUGINS = {
@@ -61,14 +62,13 @@ _DEFAULTS = {
     "hydra/launcher=joblib": "hydra.launcher.n_jobs=2",
     "hydra/sweeper=optuna": "hydra.sweeper.direction=maximize",
 }
-"""Settings of plugins if nobody sets them. A file in conf/ of a plugin's own name would be matched with its schema."""
+"""Settings of plugins if nobody sets them. A file in conf/ of a plugin's name would be matched with its
+schema."""
 _LOOK_S = 0.5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class RunFailed(Exception):
-    """A run of a sweep has ended with an exit code that is not 0."""
-
     def __init__(self, name: str, code: int) -> None:
         super().__init__(name, code)
         self.code = code
@@ -76,22 +76,22 @@ class RunFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RunPoint:
-    """Hydra's task in a sweep: a run in a process of its own. A launcher may take it to another process or machine."""
+    """Hydra's task in a sweep: a run in a process of its own, on whatever machine a launcher chooses."""
 
     folder: Path
     options: Sequence[str]
-    """The options that name files, as they were typed."""
+    """Those that name files, as they were typed."""
     axes: frozenset[str]
-    """The keys that have several values, or from which a sweeper draws."""
+    """Keys that have several values, or from which a sweeper draws."""
     done: frozenset[str] = frozenset()
-    """The names of the runs that are done already."""
+    """Names of the runs that are done."""
     totals: Mapping[str, int] = field(default_factory=dict)
-    """The training steps of each run that was planned, by its name."""
+    """The training steps of each planned run."""
     controller: int = 0
     """The process that the user's signals reach."""
 
     def __call__(self, composed: Any) -> float:
-        """Run the point that Hydra has chosen, and return its score: more is better. Raises RunFailed."""
+        """Returns the run's score: more is better. Raises RunFailed."""
         words = [word.lstrip("+") for word in _hydra().overrides.task]
         until = next((float(word.partition("=")[2]) for word in words if word.startswith(f"{UNTIL}=")), 1.0)
         values = {key: value for key, _, value in (word.partition("=") for word in words) if key in self.axes}
@@ -102,7 +102,7 @@ class RunPoint:
             if (self.folder / STOP_FILE).exists():
                 raise RunFailed(name, Preempted.exit_code)
             self._run(name, [word for word in map(_typed, words) if not word.startswith(f"{UNTIL}=")], end)
-        # A run that was done before this command has all of its steps.
+        # A run that was done before has all of its steps.
         return score_until(folder, sys.maxsize if end is None else math.ceil(until * (total or last_step(folder))))
 
     def _run(self, name: str, words: list[str], end: int | None) -> None:
@@ -134,13 +134,12 @@ class RunPoint:
 
 
 def _hydra() -> Any:
-    """Return Hydra's own settings of the point that runs in this process."""
     assert HydraConfig.initialized()
     return HydraConfig.instance().cfg.hydra  # type: ignore[union-attr]
 
 
 def _typed(word: str) -> str:
-    """Return a word of Hydra's in the form in which a command line has it: no choice of a group is `null` there."""
+    """A word of Hydra's as on a command line: no choice of a group is `null` there."""
     if not word.startswith("~"):
         return word
     key = word.removesuffix("=null")
@@ -148,32 +147,30 @@ def _typed(word: str) -> str:
 
 
 def setting_of(words: Sequence[str]) -> tuple[str, ...]:
-    """Return the words without seeds: runs with the same ones are repetitions of each other."""
+    """Without seeds: runs with the same words are repetitions of each other."""
     return tuple(word for word in words if word.lstrip("+").partition("=")[0] not in SEED_AXES)
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """A sweep and its runs, as far as they are known before it starts."""
-
     folder: Path
     points: Sequence[Point]
     """Empty if a sweeper draws them."""
     composed: Mapping[str, Composed]
-    """The configuration of each run, by its name."""
+    """By the run's name."""
     is_named: bool
-    """True if the sweep has a name by which the same command goes on."""
+    """The same command goes on with the sweep."""
     task: RunPoint
     words: Sequence[str]
-    """The words for Hydra."""
+    """For Hydra."""
 
 
 def run_sweep(argv: Sequence[str]) -> int:
-    """Run what Hydra's sweeper chooses, and return 0 when all are done, or the exit code of the first that failed.
+    """Returns 0 if all runs are done, or the exit code of the first that failed.
 
-    Every run is planned first: ConfigError or DataError has the problems of all of them, before the first one starts. Runs that
-    are done already, with the same configuration, are skipped; one that was stopped goes on. One that fails does not
-    keep the next from starting; a signal does, after the run that it meets has saved. Raises Preempted then.
+    Every run is planned first: ConfigError or DataError has the problems of all. Runs that are done, with the
+    same configuration, are skipped; one that was stopped goes on. One that fails does not keep the next from
+    starting; a signal does, after the run that it meets has saved. Raises Preempted then.
     """
     command = read(["hydra/sweeper=halving" if word == "sweep.halving=true" else word for word in argv])
     sweep = sweep_of(command)
@@ -190,7 +187,6 @@ def run_sweep(argv: Sequence[str]) -> int:
     stop = sweep.folder / STOP_FILE
     stop.unlink(missing_ok=True)
     if sweep.points:
-        # What the runs are, for the summary that is made from the folder.
         record = [{"name": point.name, "values": dict(point.values)} for point in sweep.points]
         (sweep.folder / SWEEP_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     skipped = f"; {len(done)} of them are done and skipped" if done else ""
@@ -215,7 +211,7 @@ def run_sweep(argv: Sequence[str]) -> int:
 
 
 class _Signals:
-    """The signals that end a sweep: the runs that are going on save, and no other one starts."""
+    """Signals end a sweep: runs that are going on save, and no other starts."""
 
     def __init__(self, stop: Path) -> None:
         self.came: str | None = None
@@ -239,17 +235,14 @@ class _Signals:
 
 
 def _steps(composed: Composed) -> int:
-    """Plan a run, and return its steps. Raises ConfigError and DataError."""
+    """Plan a run. Raises ConfigError and DataError."""
     refuse_taken(composed.config.trainer.default_local_dir, composed.config.trainer.experiment_name)
     return make_plan(composed).sizes.total_steps or 0
 
 
 def _of_each(names: Sequence[str], num_runs: int, make: Callable[[str], T]) -> dict[str, T]:
-    """Return what is made of each of the runs, by its name.
-
-    Raises ConfigError, or DataError if only data are wrong, with the problems of all; each names the runs that it is in, unless
-    these are all.
-    """
+    """Raises ConfigError, or DataError if only data are wrong, with the problems of all and the runs of
+    each."""
     made: dict[str, T] = {}
     problems: dict[str, list[str]] = {}
     of_data = True
@@ -270,7 +263,7 @@ def _of_each(names: Sequence[str], num_runs: int, make: Callable[[str], T]) -> d
 
 
 def _is_done(sweep: Sweep, point: Point) -> bool:
-    """Return whether the run has ended well, with the configuration that it has now."""
+    """Done with the configuration that it has now."""
     folder = sweep.folder / point.name
     if read_status(folder).get("state") != "done":
         return False
@@ -286,10 +279,7 @@ def _is_done(sweep: Sweep, point: Point) -> bool:
 
 
 def sweep_of(command: Command) -> Sweep:
-    """Return the sweep that a command describes.
-
-    Raises ConfigError with every problem of every run, before any of them starts; each names the runs that it is in.
-    """
+    """Raises ConfigError with every problem of every run."""
     rest = list(command.rest)
     axes = overrides.axes([word for word in rest if not word.startswith("hydra")], list(command.folders))
     hydras = [word for word in rest if word.startswith("hydra")]
@@ -331,7 +321,6 @@ def sweep_of(command: Command) -> Sweep:
 
 
 def _problems_of(axes: overrides.Axes, line: overrides.Line, hydras: Sequence[str], draws: bool) -> list[str]:
-    """Return what is wrong with the words of a sweep as such."""
     problems = []
     if "trainer.experiment_name" in axes.values:
         problems.append("trainer.experiment_name: a sweep has one name, and its runs are named after their values")
@@ -354,7 +343,7 @@ def _problems_of(axes: overrides.Axes, line: overrides.Line, hydras: Sequence[st
 
 
 def _file_options(command: Command) -> list[str]:
-    """Return the options that name files, for the command lines of runs."""
+    """For the command lines of runs."""
     names = ("config_path", "config_name", "config_dir")
     flags = ((name, getattr(command.options, name)) for name in names)
     return [f"--{name.replace('_', '-')}={value}" for name, value in flags if value]

@@ -1,4 +1,5 @@
-"""What all games share: rows in verl's format with conversations of random play, and an environment that counts turns and pays by progress."""
+"""Games: rows with conversations of random play, and an environment that counts turns and pays by
+progress."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ from grpo_rl.errors import ConfigError
 Wording = Literal["words", "short"]
 """`words` for a model that was trained on English, `short` for a small one of single characters."""
 Play = Literal["none", "random"]
-"""`random`: the row has the column `messages`, a whole game with random moves, to learn the form of the game from."""
+"""`random`: the row's `messages` are a whole game with random moves, to learn the form of the game from."""
 Rewards = Literal["end", "turns"]
 
 
 def random_play(row: Row, game: Game, move: Callable[[], str], turns: int) -> Row:
-    """Return the row with a conversation in `messages`: moves, each with the game's answer, until it is solved or `turns` are over."""
+    """The row with `messages`: moves, each with the game's answer, until it is solved or `turns` are over."""
     game.begin(Start("", game.name, (), row["reward_model"]["ground_truth"], row["extra_info"]))
     messages: list[Message] = list(row["prompt"])
     for turn in range(turns):
@@ -33,7 +34,7 @@ def random_play(row: Row, game: Game, move: Callable[[], str], turns: int) -> Ro
 
 
 def episodes(*, num_rows: Count = 8192, prompt: str = "Play the game.", data_source: str = "episodes") -> LazyRows:
-    """Rows for an environment that makes its game from the episode's seed: the same `prompt` and no ground truth in each.
+    """Rows for an environment that makes its game from the episode's seed, without a ground truth.
 
     Raises ConfigError for options out of range.
     """
@@ -43,26 +44,25 @@ def episodes(*, num_rows: Count = 8192, prompt: str = "Play the game.", data_sou
 
 @dataclass(frozen=True, slots=True)
 class MoveResult:
-    """A game's answer to a move."""
-
     text: str = ""
-    """The text that the policy reads; empty if the game is over."""
+    """What the policy reads; empty if the game is over."""
     solved: bool = False
     progress: float = 0.0
-    """The state of the game, or the quality of the move, from 0 to 1, if it is not solved."""
+    """Of the game, or the quality of the move, from 0 to 1, if it is not solved."""
     malformed: bool = False
-    """True if the move could not be read: it costs its turn."""
+    """The move could not be read: it costs its turn."""
 
 
 class Game(ABC):
     """A game of one player: a turn is a move, and an episode ends when it is solved or its turns are used up.
 
-    An episode is worth 1 if it is solved, and `partial` times the mean progress of its turns if it is not. `rewards=end` gives
-    that to the last turn; `rewards=turns` gives each turn its share of `partial` and the solving one the rest, which has the same sum.
+    An episode is worth 1 if it is solved, else `partial` times the mean progress of its turns. `rewards=end`
+    gives that to the last turn; `rewards=turns` gives each turn its share of `partial` and the solving one
+    the rest.
     """
 
     name: str
-    """The `data_source` of the rows that the game is played from."""
+    """The `data_source` of its rows."""
 
     def __init__(self, *, turns: int, partial: float, rewards: Rewards = "end") -> None:
         if partial >= 1:
@@ -74,7 +74,7 @@ class Game(ABC):
         self._worth = 0.0
 
     async def reset(self, start: Start) -> Observation:
-        """Read the row. Its prompt is the whole question. Raises ValueError if it is no row of this game."""
+        """Raises ValueError if it is no row of this game."""
         try:
             self.begin(start)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -85,7 +85,6 @@ class Game(ABC):
         return Observation(state=self.state())
 
     async def step(self, turn: Turn) -> Observation:
-        """Return the answer to a move."""
         answer = self.move(turn.text)
         self._num_turns += 1
         self._num_malformed += answer.malformed
@@ -100,17 +99,17 @@ class Game(ABC):
             state=self.state(),
         )
 
-    async def close(self) -> None:  # noqa: B027 - a protocol's method that has nothing to do
-        """Release nothing: a game is an object of its own."""
+    async def close(self) -> None:
+        return
 
     def state(self) -> str | None:
-        """Return the state of the game, if it is another than what the last answer says: see `Observation.state`."""
+        """The state of the game, if it is another than what the last answer says: see `Observation.state`."""
         return None
 
     @abstractmethod
     def begin(self, start: Start) -> None:
-        """Take the row; any error means that it is no row of this game."""
+        """Any error means that it is no row of this game."""
 
     @abstractmethod
     def move(self, text: str) -> MoveResult:
-        """Return the answer to a move, whatever its text is. It may take its time: each episode has a thread of its own."""
+        """May take its time: each episode has a thread of its own."""

@@ -1,4 +1,4 @@
-"""The environment processes of a run: which episode is in which, deadlines, and what becomes of processes that are lost."""
+"""The environment processes of a run: which episode is in which, deadlines, and lost processes."""
 
 from __future__ import annotations
 
@@ -27,32 +27,29 @@ Op = Literal["start", "reset", "step", "close"]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """The outcome of a `begin` or a `step`: an answer, an error of the environment's, a deadline, or a lost process."""
+    """The outcome of a `begin` or a `step`."""
 
     episode: str
     what: What
     answer: Mapping[str, Any] | None = None
     cause: str = ""
     seconds: float = 0.0
-    """The time since it was asked."""
+    """Since it was asked."""
 
 
 class EnvironmentProcess:
-    """One process. What it sends, and that it has ended, is put into `inbox` as (process, message), with None for the end."""
+    """What it sends is put into `inbox` as (process, message), with None for its end."""
 
     def __init__(self, number: int, setup: dict[str, Any], log: OutputLog, inbox: queue.SimpleQueue[Any]) -> None:
         self.number = number
         self.episodes: set[str] = set()
-        """The episodes that it has."""
         self.is_ready = False
         self.child = Child("grpo_rl.envs.runtime.episode_host", setup, log)
         threading.Thread(target=self._read, args=(inbox,), daemon=True).start()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message. A process that is gone or takes nothing more is killed; that it has ended is in the inbox then.
-
-        Raises ValueError or TypeError for what is no plain data.
-        """
+        """Kills a process that takes nothing more. Raises ValueError or TypeError for what is no plain
+        data."""
         body = encode(message)
         try:
             self.child.send(body, SEND_S)
@@ -60,12 +57,12 @@ class EnvironmentProcess:
             self.child.kill()
 
     def obituary(self) -> str:
-        """Return how the process ended, with the last that it printed."""
+        """How the process ended, with the last that it printed."""
         how = self.child.how_it_ended(TimeoutError("the process does not answer any more"))
         return self.child.with_last_output(how.replace("the process", "the environment process", 1))
 
     def _read(self, inbox: queue.SimpleQueue[Any]) -> None:
-        """Put what arrives into the inbox, until the process has gone or writes something that is no message."""
+        """Until the process has gone or writes something that is no message."""
         with contextlib.suppress(OSError, EOFError, ValueError):
             while isinstance(message := self.child.receive(), dict):
                 inbox.put((self, message))
@@ -75,7 +72,7 @@ class EnvironmentProcess:
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """A piece of work of a process that is waited for."""
+    """Work of a process that is waited for."""
 
     episode: str
     process: EnvironmentProcess
@@ -83,15 +80,16 @@ class _Asked:
     op: Op
     deadline: float
     heard: bool = False
-    """True once the process has noticed that it has to close the episode."""
+    """The process has noticed that it has to close the episode."""
 
 
 class EnvironmentPool:
-    """Environments of many episodes in a few processes. It is used from one thread, and nothing but `events` waits.
+    """Environments of many episodes in a few processes. Used from one thread; nothing but `events` waits.
 
-    An episode whose answer is late has to be ended, as any other: what works on it is cancelled. Work that does not end then,
-    because it computes or blocks, retires its process, which gets no further episodes and ends with its last one. A process
-    that notices nothing any more is killed, as one that dies: its other episodes are lost, and may be begun again.
+    An episode whose answer is late has to be ended: what works on it is cancelled. Work that does not end
+    then, because it computes or blocks, retires its process, which gets no further episodes and ends with its
+    last one. A process that notices nothing any more is killed: its other episodes are lost, and may be begun
+    again.
     """
 
     def __init__(
@@ -105,10 +103,10 @@ class EnvironmentPool:
         logs: Sequence[Path] = (),
         inbox: queue.SimpleQueue[Any] | None = None,
     ) -> None:
-        """Start the processes, each for `max_episodes` at a time; they print to `logs`, one for each.
+        """Start the processes, each for `max_episodes` at a time, with one of `logs` each.
 
-        `memory_limit` is the address space of a process in bytes; None: no limit. Another thread makes a call by putting (None,
-        (method, arguments)) into `inbox`.
+        `memory_limit` is the address space of a process in bytes. Another thread makes a call by putting
+        (None, (method, arguments)) into `inbox`.
         """
         self.max_episodes, self.step_timeout_s = max_episodes, step_timeout_s
         self._message = {"host": dataclasses.asdict(host), "memory_limit": memory_limit}
@@ -116,7 +114,7 @@ class EnvironmentPool:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue() if inbox is None else inbox
         self._serials = itertools.count()
         self._asked: dict[int, _Asked] = {}
-        """The work that is waited for, by serial number."""
+        """By serial number."""
         self._serial_of: dict[str, int] = {}
         """The work that each episode waits for, closing left out."""
         self._place: dict[str, EnvironmentProcess] = {}
@@ -127,30 +125,26 @@ class EnvironmentPool:
         """Numbers of the processes whose first start ended before they were ready."""
         self._processes = [self._start(number) for number in range(num_workers)]
         self._retired: list[EnvironmentProcess] = []
-        """Those that get no further episodes, because some work in them cannot be ended."""
+        """They get no further episodes, because some work in them cannot be ended."""
 
     @property
     def pids(self) -> list[int]:
-        """The process ids, for code that watches them."""
         return [process.child.pid for process in self._processes]
 
     @property
     def num_waiting(self) -> int:
-        """The number of answers that have not come yet, those of episodes without room included."""
+        """Includes episodes without room."""
         return len(self._waiting) + len(self._serial_of)
 
     def begin(self, episode: str, start: Mapping[str, Any]) -> None:
-        """Begin an episode; the answer is an event."""
         self._waiting.append((episode, dict(start)))
         self._admit()
 
     def step(self, episode: str, turn: Mapping[str, Any]) -> None:
-        """Give a turn to an episode's environment; the answer is an event."""
         if (process := self._place.get(episode)) is not None:  # else it was lost, which an event says
             self._ask(process, episode, "step", dict(turn))
 
     def end(self, episode: str) -> None:
-        """Close an episode, wherever it is; no event comes for it any more."""
         self._waiting = deque(entry for entry in self._waiting if entry[0] != episode)
         process = self._place.pop(episode, None)
         if process is None:
@@ -162,10 +156,7 @@ class EnvironmentPool:
         self._admit()
 
     def events(self, wait_s: float = 0.0) -> list[Event]:
-        """Return what has happened, after waiting up to `wait_s` for the first event.
-
-        Raises ClusterError if processes cannot be started.
-        """
+        """Wait up to `wait_s` for the first event. Raises ClusterError if processes cannot be started."""
         until = time.monotonic() + wait_s
         events: list[Event] = []
         while True:
@@ -186,14 +177,11 @@ class EnvironmentPool:
                 return events
 
     def close(self) -> None:
-        """Kill the processes; what is pending is given up."""
         self._closed = True
         for process in [*self._processes, *self._retired]:
             process.child.kill()
         for log in self._logs:
             log.close()
-
-    # ---- messages ------------------------------------------------------------------------------------------
 
     def _start(self, number: int) -> EnvironmentProcess:
         process = EnvironmentProcess(number, self._message, self._logs[number], self._inbox)
@@ -201,13 +189,14 @@ class EnvironmentPool:
         return process
 
     def _note(self, process: EnvironmentProcess, episode: str, op: Op, limit_s: float) -> int:
-        """Take note of a piece of work and its deadline; return its serial number."""
+        """Returns the work's serial number."""
         serial, start_time = next(self._serials), time.monotonic()
         self._asked[serial] = _Asked(episode, process, start_time, op, start_time + limit_s)
         return serial
 
     def _admit(self) -> None:
-        """Give waiting episodes to the processes with the fewest, once all are ready: the first one would get all of them."""
+        """Give waiting episodes to the processes with the fewest, once all are ready: the first would get
+        all."""
         while self._waiting and all(process.is_ready for process in self._processes):
             process = min(self._processes, key=lambda candidate: len(candidate.episodes))
             if len(process.episodes) >= self.max_episodes:
@@ -258,10 +247,8 @@ class EnvironmentPool:
             if self._serial_of.get(work.episode) == serial:
                 del self._serial_of[work.episode]
 
-    # ---- deadlines and losses --------------------------------------------------------------------------------
-
     def _past_deadlines(self) -> list[Event]:
-        """Return the events of answers that are late; a process that does not close an episode gets no other, or is killed."""
+        """A process that does not close an episode in time gets no other, or is killed."""
         events: list[Event] = []
         current_time = time.monotonic()
         for serial, late in [(serial, work) for serial, work in self._asked.items() if work.deadline <= current_time]:
@@ -287,14 +274,14 @@ class EnvironmentPool:
         self._end_empty()
 
     def _end_empty(self) -> None:
-        """Kill the retired processes that have no episode left, and none to close."""
+        """Kill the retired processes that have no episode, and none to close."""
         busy = {work.process for work in self._asked.values()}
         for process in [candidate for candidate in self._retired if not candidate.episodes and candidate not in busy]:
             self._retired.remove(process)
             process.child.kill()
 
     def _ended(self, process: EnvironmentProcess) -> list[Event]:
-        """Return that the episodes of a process that has ended are lost; another one takes its place."""
+        """The episodes of the process are lost; another process takes its place."""
         if self._closed:
             return []
         cause = process.obituary()

@@ -1,8 +1,8 @@
-"""An environment process and the episodes in it: each has its tools and its environment, and answers assistant turns.
+"""An environment process and the episodes in it: each has its tools and its environment, and answers
+assistant turns.
 
-`environment_pool.py` starts it as `python -m grpo_rl.envs.runtime.episode_host CHANNEL PARENT`. It loads no torch. Every
-episode has an event loop of its own, and each answer is worked out in a thread: an environment that blocks holds up itself
-and no other episode. What it prints goes to the log that its parent keeps.
+`environment_pool.py` starts it; it loads no torch. Every episode has an event loop of its own, and each
+answer is worked out in a thread: an environment that blocks holds up no other episode.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from grpo_rl.processes.child import LONGEST_CAUSE, Parent, serve
 from grpo_rl.rewards.contract import LARGEST_REWARD
 
 _shown: set[str] = set()
-"""The tools of which this process has shown an error in its log."""
+"""Tools of which this process has shown an error in its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostSetup:
-    """The environment and the tools of every episode of a run; plain values, so that they can be sent to a process."""
+    """Plain values, so that they can be sent to a process."""
 
     environment: Named | None
     tools: tuple[Named, ...] = ()
@@ -45,14 +45,14 @@ class HostSetup:
 
     @staticmethod
     def read(values: Mapping[str, Any]) -> HostSetup:
-        """Return the setup that `dataclasses.asdict` made plain values of."""
+        """Of `dataclasses.asdict`."""
         environment = values["environment"]
         tools = tuple(Named(**entry) for entry in values["tools"])
         return HostSetup(**{**values, "environment": None if environment is None else Named(**environment), "tools": tools})
 
 
 class EpisodeHost:
-    """The environment and the tools of one episode. Answers are observations as plain values, with `counts` of what happened."""
+    """Answers are observations as plain values, with `counts` of what happened."""
 
     def __init__(self, setup: HostSetup) -> None:
         self.setup = setup
@@ -69,14 +69,13 @@ class EpisodeHost:
             self.tools[schema["name"]], self.schemas[schema["name"]] = tool, schema
 
     async def reset(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Begin the episode of a row."""
         start = Start(**{**values, "messages": tuple(values["messages"])})
         for tool in self.tools.values():
             await _result(tool.begin, start)
         return _plain(Observation() if self.environment is None else await _result(self.environment.reset, start))
 
     async def step(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer an assistant turn: by its tool calls if it has some, else by the environment; without one it was the last.
+        """Answer a turn: by its tool calls, else by the environment; without one it was the last.
 
         A turn that was cut off, or that is the last one allowed, calls no tools.
         """
@@ -104,7 +103,7 @@ class EpisodeHost:
                 raise result
 
     async def _with_calls(self, turn: Turn, counts: Counter[str]) -> Observation:
-        """Run the turn's calls side by side; what could not be read goes back to the policy like a failed call."""
+        """Run the calls side by side; what could not be read goes back to the policy like a failed call."""
         calls = turn.tool_calls[: self.setup.max_parallel_calls]
         counts["left_out_calls"] += len(turn.tool_calls) - len(calls)
         counts["tool_calls"] += len(calls)
@@ -125,7 +124,7 @@ class EpisodeHost:
         return Observation(messages, sum(rewards) if rewards else None)
 
     async def _call(self, call: ToolCall, counts: Counter[str]) -> ToolResult:
-        """Return a call's result; whatever goes wrong with it is a result that says so."""
+        """Whatever goes wrong with a call is a result that says so."""
         tool = self.tools.get(call.name)
         if tool is None:
             result = _failed(f"there is no tool {call.name!r}; there is {', '.join(sorted(self.tools))}")
@@ -152,13 +151,13 @@ class EpisodeHost:
             counts[f"tool_errors/{call.name}"] += 1
             if call.name not in _shown:
                 _shown.add(call.name)
-                traceback.print_exc()  # the policy reads one line of it, a person finds the rest in the log
+                traceback.print_exc()  # the policy reads one line of it
             return _failed(f"{type(error).__name__}: {error}".strip().splitlines()[-1])
         return ToolResult(result) if isinstance(result, str) else result
 
 
 async def _result(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the result of a user's method, a coroutine or a plain one; a plain one runs in a thread and holds up no other call."""
+    """Call a user's method; one that is no coroutine runs in a thread."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments)
     result = await asyncio.to_thread(function, *arguments)
@@ -170,7 +169,7 @@ def _failed(reason: str) -> ToolResult:
 
 
 def _plain(found: Observation, counts: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Return an observation as it is sent. Raises for one that is no observation, or that no episode can go on with."""
+    """Raises if no episode can go on with it."""
     if not isinstance(found, Observation):
         raise TypeError(f"the environment returned a {type(found).__name__}, not an Observation")
     return {
@@ -186,7 +185,7 @@ def _plain(found: Observation, counts: Mapping[str, int] | None = None) -> dict[
 
 
 def checked(message: Any) -> Message:
-    """Return a message that a template can render. Raises TypeError for another value."""
+    """Raises TypeError for a message that no template renders."""
     if not isinstance(message, Mapping) or not all(isinstance(message.get(part), str) for part in ("role", "content")):
         raise TypeError(f"a message is {{role, content}} with texts, not {message!r:.80}")
     if message["role"] not in ("user", "tool", "system"):
@@ -195,7 +194,7 @@ def checked(message: Any) -> Message:
 
 
 def cut(text: str, length: int, side: str) -> str:
-    """Return a text of at most `length` characters of the given one, with a mark if some are left out (as verl does)."""
+    """At most `length` characters, with a mark if some are left out (as verl does)."""
     if len(text) <= length:
         return text
     if side == "left":
@@ -213,26 +212,23 @@ def _finite(value: Any) -> float:
     return number
 
 
-# ---- the process -----------------------------------------------------------------------------------------
-
-
 CANCEL_S = 1.0
 """Seconds within which work that is cancelled ends, and a process notices that it is."""
 
 
 class Episodes:
-    """The episodes of this process, by the names that the parent gives them: the host of each, and the loop that runs it."""
+    """The episodes of this process, by the names that the parent gives them."""
 
     def __init__(self, setup: HostSetup, parent: Parent) -> None:
         self._parent, self._setup = parent, setup
         self._hosts: dict[str, tuple[EpisodeHost, asyncio.AbstractEventLoop]] = {}
         self._threads: dict[str, threading.Thread] = {}
-        """The thread of the last work on each."""
+        """Of the last work on each."""
         self._tasks: dict[str, asyncio.Task[Any]] = {}
         """The work on each that has not ended."""
 
     def handle(self, message: dict[str, Any]) -> None:
-        """Begin what a message asks for; the reply follows from another thread."""
+        """The reply follows from another thread."""
         name = message["id"]
         if message["op"] == "close":
             self._send(message, heard=True)
@@ -273,7 +269,6 @@ class Episodes:
         return not thread.is_alive()
 
     def _run(self, name: str, loop: asyncio.AbstractEventLoop, work: Any) -> Any:
-        """Run the work to its end in this thread."""
         asyncio.set_event_loop(loop)
         task = self._tasks[name] = loop.create_task(work)
         try:
@@ -290,7 +285,7 @@ class Episodes:
 
 
 def begin(setup: dict[str, Any], parent: Parent) -> Callable[[Any], None]:
-    """Import the user's files, and show now what would fail in every episode."""
+    """Show now what would fail in every episode."""
     threading.stack_size(2**20)  # the stack of a thread is address space, 8 MiB each by default
     host = HostSetup.read(setup["host"])
     EpisodeHost(host)

@@ -1,4 +1,4 @@
-"""Tools for numbers: a calculator, whose expression is read and never run, and a judge of answers."""
+"""A calculator, whose expression is read and never run, and a judge of answers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ READ = "numbers, + - * / ** and brackets are read, without a division by zero, a
 
 
 def calculated(expression: str) -> str:
-    """Return the value of an expression as text. Raises NoExpression for other text, and for results of more than 30 digits."""
+    """Raises NoExpression for other text, and for results of more than 30 digits."""
     value, _ = typed_value(expression)
     if isinstance(value, complex):
         if value.imag:
@@ -53,10 +53,10 @@ def calculated(expression: str) -> str:
 class CheckAnswer(SimpleTool):
     """The tool `check_answer`: compares a number with the row's ground truth, and says whether it is right.
 
-    It does the work of verl's Gsm8kTool, as which it takes `penalty` (0.05) off the reward for each answer that is no better than
-    the one before: a wrong one, and a right one that is given again. The first right answer has the reward 0; what the solution is
-    worth is for the reward functions to say. `extra_info.tools_kwargs.NAME.create_kwargs.ground_truth` has the precedence over the
-    row's ground truth, as there.
+    Like verl's Gsm8kTool it takes `penalty` (0.05) off the reward for each answer that is no better than the
+    one before: a wrong one, and a right one that is given again. The first right answer has the reward 0;
+    what the solution is worth is for the reward functions to say.
+    `extra_info.tools_kwargs.NAME.create_kwargs.ground_truth` has the precedence over the row's ground truth.
     """
 
     schema = text_tool(
@@ -68,7 +68,6 @@ class CheckAnswer(SimpleTool):
         self._source, self._right, self._best = "", "", 0.0
 
     async def begin(self, start: Start) -> None:
-        """Keep the row's ground truth."""
         tool_options = [
             entry.get("create_kwargs") or {} for entry in (start.extra_info.get("tools_kwargs") or {}).values() if entry
         ]

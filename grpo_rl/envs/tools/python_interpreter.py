@@ -1,4 +1,4 @@
-"""A Python interpreter as a tool: variables stay from call to call of an episode, in a sandbox that the code cannot leave."""
+"""A Python interpreter as a tool: variables stay from call to call of an episode, in a sandbox."""
 
 from __future__ import annotations
 
@@ -58,22 +58,22 @@ while True:
     data = text.encode(errors="replace")
     write(failed + len(data).to_bytes(4, "little") + data)
 """
-"""The program in the sandbox. It takes a cell (length, text) from its line and answers (failed or not, length, what was printed)."""
+"""Takes a cell (length, text) from its line and answers (failed or not, length, what was printed)."""
 BYTES_OF_A_CHARACTER = 4
 LONGEST_CODE = 1 << 20
 _FENCED = re.compile(r"\s*```(?:python|py)?[ \t]*\n(.*?)```\s*", re.DOTALL)
 
 
 class Ended(Exception):
-    """An error: the interpreter is gone, by its own doing or by a limit. Its text says how."""
+    """The interpreter is gone, by its own doing or by a limit; the text says how."""
 
 
 class PythonInterpreter(SimpleTool):
-    """The tool `python`: runs a cell and returns what it printed, with the value of its last expression as a notebook shows it.
+    """The tool `python`: returns what a cell printed, with the value of its last expression as in a notebook.
 
-    `time_s` is the wall time of one call, `total_s` bounds CPU and wall time of an episode, `memory_mb` the address space. A call that
-    exceeds a limit ends the interpreter; the next one begins a fresh one. There is no network, no file but in a small /tmp, and no
-    package beside the standard library (docs/rewards.md). Processes are started with the first call of an episode.
+    `time_s` is the wall time of one call, `total_s` bounds CPU and wall time of an episode, `memory_mb` the
+    address space. A call that exceeds a limit ends the interpreter; the next one begins a fresh one. There is
+    no network, no file but in a small /tmp, and no package beside the standard library (docs/rewards.md).
     """
 
     schema = text_tool(
@@ -100,10 +100,10 @@ class PythonInterpreter(SimpleTool):
         code = arguments.get("code")
         if not isinstance(code, str) or len(code) > LONGEST_CODE:
             return ToolResult(f"code must be a string of at most {LONGEST_CODE} characters", failed=True)
-        if fenced := _FENCED.fullmatch(code):  # as models that were trained on Markdown write code, verl's ReTool among them
+        if fenced := _FENCED.fullmatch(code):  # as models write code that were trained on Markdown, verl's ReTool among them
             code = fenced[1]
         if self._sandbox is None:
-            # Starting takes about 0.03 s of waiting on another process, which other episodes shall not wait for.
+            # Starting waits 0.03 s for another process, which other episodes shall not do.
             self._sandbox, self._line = await asyncio.to_thread(self._started)
         try:
             failed, text = await asyncio.wait_for(self._run(code), self._time_s)
@@ -116,7 +116,7 @@ class PythonInterpreter(SimpleTool):
         return ToolResult(f"The interpreter was ended: {reason}. Its variables are gone.", failed=True)
 
     async def close(self) -> None:
-        """End the interpreter and everything that runs in its sandbox. May be called twice."""
+        """May be called twice."""
         sandbox, line, self._sandbox, self._line = self._sandbox, self._line, None, None
         if line is not None:
             line.close()
@@ -124,7 +124,7 @@ class PythonInterpreter(SimpleTool):
             await asyncio.to_thread(sandbox.close)
 
     def _started(self) -> tuple[Sandbox, socket.socket]:
-        """Return a sandbox whose program waits for cells, and the line to it. Raises SandboxUnavailable if there can be none."""
+        """A sandbox whose program waits for cells, and the line to it. Raises SandboxUnavailable."""
         parent_socket, child_socket = socket.socketpair()
         try:
             sandbox = Sandbox(LOOP, self._limits, child_socket)
@@ -137,7 +137,8 @@ class PythonInterpreter(SimpleTool):
         return sandbox, parent_socket
 
     async def _run(self, code: str) -> tuple[bool, str]:
-        """Return whether a cell failed, and what it printed. What comes is hostile: it is bounded, and nothing but text."""
+        """Whether a cell failed, and what it printed. What comes is hostile: it is bounded, and nothing but
+        text."""
         assert self._line is not None
         data = code.encode(errors="replace")
         await asyncio.get_running_loop().sock_sendall(self._line, len(data).to_bytes(4, "little") + data)

@@ -1,4 +1,4 @@
-"""Search in a folder of texts as a tool, ranked by BM25 (Robertson and Zaragoza, 2009), by the library bm25s."""
+"""Search in a folder of texts, ranked by BM25 (Robertson and Zaragoza, 2009), by the library bm25s."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ LARGEST_FILE = 16 << 20
 
 
 class Index:
-    """The passages of a folder, and the words that they have."""
-
     def __init__(self, passages: Mapping[str, str]) -> None:
         try:
             import bm25s
@@ -31,7 +29,7 @@ class Index:
         self._scores.index(self._words(self.texts), show_progress=False)
 
     def best(self, query: str, number: int) -> list[tuple[str, str]]:
-        """Return up to `number` passages as (name, text), best first; none if no word of the query is in any."""
+        """(name, text), best first; none if no word of the query is in any."""
         indices, scores = self._scores.retrieve(
             self._words([query]), k=min(number, len(self.texts)), show_progress=False, backend_selection="numpy"
         )
@@ -43,14 +41,14 @@ class Index:
 
 @lru_cache(maxsize=4)
 def index_of(folder: str) -> Index:
-    """Return the index of a folder, which is read once in each process. Raises ConfigError if it has no texts."""
+    """A folder is read once in each process."""
     return Index(passages_of(Path(folder)))
 
 
 def passages_of(folder: Path) -> dict[str, str]:
-    """Return the paragraphs of all .txt and .md files below the folder, by file and number, in the order of their names.
+    """The paragraphs of all .txt and .md files below the folder, by file and number.
 
-    Raises ConfigError if the folder is not there, has no text, or has a file that is no UTF-8 text or larger than 16 MiB.
+    Raises ConfigError if there is no text, or a file that is no UTF-8 text or larger than 16 MiB.
     """
     if not folder.is_dir():
         raise ConfigError(f"tool search: folder={folder} is no folder")
@@ -92,7 +90,6 @@ class Search(SimpleTool):
         return ToolResult("\n\n".join(map(self._found, queries)))
 
     def _found(self, query: str) -> str:
-        """Return the best passages for one query, each with its name."""
         passages = self._index.best(query, self._top_k)
         if not passages:
             return "No passage has any of these words."
