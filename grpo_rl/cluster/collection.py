@@ -107,17 +107,14 @@ class Collection:
 
     @property
     def is_begun(self) -> bool:
-        """Return whether the folder is one of a collection with these settings."""
         file = self.folder / SETTINGS
         return file.is_file() and file.read_text() == self._settings
 
     def begin(self) -> None:
-        """Make the folder of a new collection."""
         (self.folder / PARTS).mkdir(parents=True, exist_ok=True)
         self._write(SETTINGS, self._settings)
 
     def part(self, number: int) -> dict[str, Any] | None:
-        """Return the rows and counts of a part; None for one that is not sampled yet."""
         path = self.folder / PARTS / f"{number}.json"
         return json.loads(path.read_text()) if path.is_file() else None
 

@@ -36,13 +36,10 @@ _ROWS: dict[str, Callable[..., TrainingSet[Any]]] = {
     "labelled answers": LabelledSet,
     "rated steps": RatedStepSet,
 }
-"""The kinds of rows that are trained as they stand, by their names in the plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """All that a user gave, read and found usable."""
-
     plan: Plan
     """The plan, with the number of rows that the training data turned out to have."""
     tokenizer: Any
@@ -52,12 +49,9 @@ class Inputs:
     rows: TrainingRows | None
     """The rows that are trained on as they stand; None if the trained responses are sampled."""
     reward: RewardFunction | None
-    """The reward of functions; None if only models score."""
     audit: RewardFunction | None
-    """The functions that audit the reward."""
     models: ModelRewards
     episodes: EpisodeSetup | None = None
-    """The environment and the tools of episodes; None if rollouts are single responses."""
 
     def functions(self, plan: Plan, logs: Path) -> FunctionSpec | None:
         """Return what runs on every node beside the plan's roles; None if there are no functions."""
@@ -118,7 +112,6 @@ def read_inputs(
 
 
 def _tokenizer(config: Config, folder: str) -> tuple[Any, int]:
-    """Return the tokenizer, and the entries of the model's embedding."""
     model = config.actor_rollout_ref.model
     # The model's config first: a folder that cannot be used is refused before anything is read or started.
     settings = load_config(folder, trust_remote_code=model.trust_remote_code, override=model.override_config)

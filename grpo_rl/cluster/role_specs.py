@@ -66,7 +66,6 @@ def roles_over(plan: Plan, ranks: Mapping[RoleName, WorkerGroup], tokenizer: Any
 
 
 def make_actor(plan: Plan, worker_group: WorkerGroup, tokenizer: Any) -> ActorRole:
-    """Return the actor's role over its processes."""
     return ActorRole(
         worker_group,
         plan.config.actor_rollout_ref.actor,
@@ -108,7 +107,7 @@ def teacher_specs(plan: Plan, policy: PolicySpec) -> tuple[PolicySpec, ...]:
 
 
 def make_teacher(plan: Plan, worker_group: WorkerGroup | None, actor: ActorRole, tokenizer: Any) -> TeacherRole | None:
-    """Return the teachers' role over their processes, and over the actor's if the policy itself teaches; None without teachers."""
+    """Return the teachers' role over their processes, and over the actor's if the policy itself teaches."""
     distillation, number = plan.objective.distillation, 0
     if distillation is None or not plan.teachers:
         return None

@@ -1,4 +1,4 @@
-"""Figures that people tune by, asked of the workers after each step (memory by phase, MFU, throughput), and traces when ordered."""
+"""Figures that people tune by (memory by phase, MFU, throughput), and traces if ordered."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grpo_rl.types import Metrics
 from grpo_rl.workers.instruments import GIB, PhaseMeasure
 
 ANSWER_S = 60.0
-"""Seconds for an answer of the instruments. Without one the step's figures are left out: the next call finds what is wrong."""
+"""Without an answer in this time the step's figures are left out: the next call finds what is wrong."""
 REQUEST = "profile_next_step"
 """The file that a person makes in the run's folder to have the next step traced, on rank 0 of every role."""
 WORK_NAMES = {
@@ -33,13 +33,10 @@ PROFILERS = {
     "reference": "actor_rollout_ref.ref.profiler",
     "critic": "critic.profiler",
 }
-"""The key of each role's profiler."""
 Answer = tuple[str | None, dict[str, PhaseMeasure]]
 
 
 class RunInstruments:
-    """The instruments of all workers of a run."""
-
     def __init__(
         self,
         plan: Plan,
@@ -56,11 +53,9 @@ class RunInstruments:
         self.expected = expected
         """What the plan predicts of each step, for its metrics."""
         self._profiled: list[Worker] = []
-        """The processes that are profiled in the step that is going on."""
 
     @property
     def folder(self) -> Path:
-        """The folder of traces."""
         return self.run_folder / self.config.global_profiler.save_path
 
     def begin(self, step: int) -> None:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # these import torch, which loads beside Ray
     from grpo_rl.trainer.parts import Roles
 
 TAKEN_DOWN_S = 20.0
-"""Seconds that a run which has ended may take to leave a cluster that is gone."""
+"""A run that has ended may take so long to leave a cluster that is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ def run_session(plan: Plan, run_dir: RunDir, console: Console, page: PageBeside 
 
 
 def ends_the_run(plan: Plan, status: Status, run_dir: RunDir, console: Console) -> Callable[[str], None]:
-    """Return what to do, in another thread, when the cluster is lost: the main one may be in Ray and not come back."""
+    """Return what ends a run whose cluster is lost from another thread: the main one may be stuck in Ray."""
 
     def end(cause: str) -> None:
         if status.ended_with is not None:

@@ -1,8 +1,4 @@
-"""Sampling without a training: Ray, and the engines and rewards of one model after another, for the commands.
-
-The parts are those of a run that only validates (`trainer.val_only=true`): the plan's engine, its reward, the prompts of
-`data.val_files`. What is asked of them is the caller's: responses to all prompts, or to one that a person has just typed.
-"""
+"""Sampling without a training, for the commands: engine, reward and prompts of a run that only validates."""
 
 from __future__ import annotations
 
@@ -36,11 +32,10 @@ class Sampler:
     """The prompts of `data.val_files`; None for a plan without data."""
     rollout: RolloutPool
     rewarder: Rewarder | None
-    """None if nothing is scored."""
     warn: Callable[[str], None]
 
     def parts_of(self, rows: Sequence[int], n: int) -> list[Sequence[int]]:
-        """Return the rows in parts, each of which keeps all engines busy: what is lost when the process is killed is two."""
+        """Return the rows in parts, each of which keeps all engines busy: a kill loses two at most."""
         engine = self.plan.engine
         assert engine is not None, "a plan that samples has an engine"
         size = max(1, -(-engine.max_num_seqs * self.plan.num_replicas // n))

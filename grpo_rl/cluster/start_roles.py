@@ -35,8 +35,9 @@ from grpo_rl.trainer.parts import Roles
 from grpo_rl.workers.specs import Rank
 
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
-"""The environment of trainer.deterministic: cuBLAS keeps to one workspace, without which torch refuses its products, and NCCL to
-one way of adding up, where it would choose by message size and topology."""
+"""The environment of trainer.deterministic: torch refuses cuBLAS's products without one workspace, and NCCL
+would choose its way of adding up by message size and topology.
+"""
 Started = tuple[WorkerGroup, list[ray.ObjectRef]]
 """A worker group that is being built, and the answers that say when it is."""
 
@@ -58,15 +59,12 @@ class Cluster:
         self.model_path = model_path
         """The policy's folder on this machine, which an embedded model has only once it is made."""
         self.reward_model_path = reward_model_path
-        """The reward model's folder, empty without one."""
         self.log_dir = log_dir
         self.console = console
         self.worker_groups: list[WorkerGroup] = []
         self.functions: FunctionPool | None = None
-        """The processes that run functions of rewards and environments, on every node; None if there are none."""
         self.pools: dict[str, Pool] = {}
         self.on_shutdown: list[Callable[[], None]] = []
-        """Functions that end what belongs to the cluster besides its worker groups."""
         self.on_engines: Callable[..., None] = lambda **fields: None
         """Called with `engines` and `workers` of status.json when engines have joined or left."""
         recoveries = recoveries or Recoveries(plan.config.trainer, console.warn)
@@ -88,7 +86,6 @@ class Cluster:
         return self.pools[name]
 
     def _check_machines(self, pool: str, nodes: Iterable[str]) -> None:
-        """Raise ClusterError if one of these nodes of a cluster lacks what workers in this pool need."""
         own_files, models = self._read_in(pool)
         check_machines(nodes, self.log_dir.parent, own_files, models)
 
@@ -159,7 +156,6 @@ class Cluster:
         return worker_group, self.functions.start_build()
 
     def join_functions(self, spec: FunctionSpec, node: str) -> None:
-        """Start a function host on a node that has none yet."""
         assert self.functions is not None
         if all(worker.slot.node != node for worker in self.functions.worker_group.workers):
             self.functions.join(*self._function_slot(spec, node))
@@ -176,7 +172,7 @@ class Cluster:
         return [*self.worker_groups, *([] if self.functions is None else [self.functions.worker_group])]
 
     def ranks(self, worker_group: WorkerGroup) -> list[Rank]:
-        """Return each process's rank and the address where the set meets, once its processes run: of a local Ray the loopback."""
+        """Return each process's rank and the address where the set meets, once its processes run."""
         trainer, places = self.config.trainer, worker_group.where(self.config.trainer.start_timeout_s)
         address, _, port = places[0]
         timeouts = trainer.collective_timeout_s, trainer.start_timeout_s
@@ -232,7 +228,6 @@ class Cluster:
         return {worker.name: worker.slot for worker_group in fixed for worker in worker_group.workers}
 
     def shutdown(self) -> None:
-        """End all processes and give the devices back."""
         self.supervisor.close()
         for end in self.on_shutdown:
             end()
@@ -252,14 +247,13 @@ def start_roles(
     episodes: EpisodeSetup | None = None,
     functions: FunctionSpec | None = None,
 ) -> tuple[Roles, WorkerGroup | None]:
-    """Start the roles of the plan; return them, and the processes of a reward model. With `episodes` the rollout role plays these.
-    `functions` run on every node.
+    """Start the roles of the plan; return them, and the processes of a reward model. With `episodes` the
+    rollout role plays these. `functions` run on every node.
 
-    `plan` has the number of steps, which the data decides. Processes start beside each other, for none touches a GPU before
-    something is built in it. What is built in them comes up beside each other, too, except for engines on the GPUs of others: vLLM
-    sizes its cache by what is free on the device, and takes every change meanwhile for its own
-    (`gpu_worker.determine_available_memory`). So engines are built alone, give their memory back if they can, and ranks come
-    after.
+    `plan` has the number of steps, which the data decides. Processes start beside each other, and so does
+    what is built in them, except for engines on the GPUs of others: vLLM sizes its cache by what is free on
+    the device, and takes every change meanwhile for its own (`gpu_worker.determine_available_memory`). So
+    engines are built alone, give their memory back if they can, and ranks come after.
     """
     engine_spec = None if plan.engine is None else replace(plan.engine, model_path=cluster.model_path)
     for planned in plan.pools:

@@ -68,7 +68,6 @@ def ready_folder(path: str, machine: Machine, log_dir: Path, console: Console) -
 
 
 def _train(name: str, warm: Path, machine: Machine, log_dir: Path, console: Console) -> None:
-    """Train the model and put it into `warm`."""
     from grpo_rl.cluster.role_specs import actor_spec, make_actor
     from grpo_rl.cluster.start_roles import Cluster
 
@@ -130,7 +129,6 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _beside(folder: Path) -> Path:
-    """Return a new folder beside this one."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     return Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
 

@@ -1,7 +1,8 @@
-"""A child process and its channel: started, sent messages, heard within a deadline, and killed with all below it.
+"""A child process and its channel: started, sent messages, heard within a deadline, and killed with all below
+it.
 
-A message is a length of four bytes, then JSON. JSON and not pickle: reading the output of a process that has run a
-user's code must not run any code. What the child prints goes to a log, whose end belongs to the report of its death.
+A message is a length of four bytes, then JSON: reading what a process that ran a user's code has written must
+run no code.
 """
 
 from __future__ import annotations
@@ -38,25 +39,22 @@ from grpo_rl.processes.family import (
     state,
 )
 
-START_S = 120.0
-"""Longest start of a child: it imports the user's files."""
+START_S = 120.0  # a child imports the user's files
 KILL_S = 5.0
-"""Seconds within which a killed process is gone, or is left to the system."""
+"""After it a process that was killed is left to the system."""
 LAST_MOMENT_S = 0.2
-"""Seconds within which a process that has closed its channel ends, and the last that it printed arrives."""
+"""Within it a process that has closed its channel ends, and the last that it printed arrives."""
 LONGEST_MESSAGE = 64 * 2**20
-"""Bytes of a message from a child; a longer one is refused before it is read."""
+"""Bytes; a longer message from a child is refused before it is read."""
 LOG_LIMIT = 4 * 2**20
-"""Bytes of what a child prints that are kept."""
+"""Bytes of a child's output that are kept."""
 LAST_CHARACTERS = 500
-"""Characters of its log that an error quotes."""
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 LENGTH = struct.Struct("!I")
 STACK_S = 0.5
-"""Seconds in which a process that is asked for its stacks writes them."""
 MOST_STACK_LINES = 30
 CHILDREN: weakref.WeakSet[Child] = weakref.WeakSet()
-"""The processes of this one that have not been forgotten, for whoever asks what they are doing."""
+"""The children of this process that have not been forgotten."""
 
 
 def start(
@@ -123,15 +121,13 @@ class Child:
         """Return None once the process has started, or why it has not; then it is killed."""
         try:
             answer = self.receive(timeout_s)
-            reason = (
-                None if answer == {"ready": True} else str(answer.get("failed", answer) if isinstance(answer, dict) else answer)
-            )
+            if answer == {"ready": True}:
+                return None
+            reason = str(answer.get("failed", answer) if isinstance(answer, dict) else answer)
         except TimeoutError:
             reason = f"it did not start within {timeout_s:g} s"
         except (OSError, EOFError, ValueError) as error:
             reason = self.how_it_ended(error)
-        if reason is None:
-            return None
         self.kill()
         return self.with_last_output(reason)
 
@@ -146,10 +142,11 @@ class Child:
                 rest = rest[self._channel.send(rest[: 2**20]) :]
 
     def receive(self, timeout_s: float | None = None) -> Any:
-        """Return the next message; what has arrived of it is kept for the next call if the time is over before.
+        """Return the next message; what has arrived of it is kept for the next call if the time is over
+        before.
 
-        Raises TimeoutError then, EOFError or another OSError if the process is gone, and ValueError if it has written
-        something else.
+        Raises TimeoutError then, EOFError or another OSError if the process is gone, ValueError if it has
+        written something else.
         """
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while (size := self._size_of_message()) is None:
@@ -166,13 +163,13 @@ class Child:
 
     @property
     def quiet_s(self) -> float:
-        """The seconds since the last message to it or from it."""
         return time.monotonic() - self._last_message
 
     def stack(self) -> list[str]:
-        """Return the Python stacks of its threads, innermost calls first; nothing where it is stopped, or has not begun yet.
+        """Return the Python stacks of its threads, innermost calls first; nothing if it is stopped or has not
+        begun.
 
-        The interpreter's C part writes them when a signal comes (`faulthandler`), whatever holds the process.
+        `faulthandler` writes them from C when the signal comes, whatever holds the interpreter.
         """
         initial_size = os.fstat(self._stacks.fileno()).st_size
         with contextlib.suppress(ProcessLookupError):
@@ -186,11 +183,9 @@ class Child:
 
     @property
     def has_message(self) -> bool:
-        """Return whether `receive` has a message that need not be waited for."""
         return self._size_of_message() is not None
 
     def kill(self) -> None:
-        """End the process and everything it started; of those whose own parents ended first, all that it adopted."""
         with self._killing:
             if self._process.returncode is None:
                 kill_tree(self.pid)
@@ -202,11 +197,10 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Return whether the process has not ended."""
         return self._exit_code() is None
 
     def how_it_ended(self, error: Exception) -> str:
-        """Return how the process has ended, or, if it has not, what it did instead of answering."""
+        """Return how the process has ended, or what it did instead of answering."""
         if isinstance(error, ValueError):
             return str(error)
         deadline = time.monotonic() + LAST_MOMENT_S
@@ -223,12 +217,11 @@ class Child:
         return f"the process exited with code {code}"
 
     def with_last_output(self, reason: str) -> str:
-        """Return the reason with the last that the process printed."""
         last_output = self.log.last
         return f"{reason}; its last output: {last_output}" if last_output else reason
 
     def _exit_code(self) -> int | None:
-        """Return the exit code as Popen does, without reaping: as long as its pid is taken, its group can be killed."""
+        """Return the exit code without reaping: as long as its pid is taken, its group can be killed."""
         with self._killing:
             if self._process.returncode is not None:
                 return self._process.returncode
@@ -267,10 +260,7 @@ def doing() -> list[tuple[str, float, list[str]]]:
 
 
 class OutputLog:
-    """What children print in one place, up to `LOG_LIMIT` bytes, in a file; without one, its end is kept for errors.
-
-    Secrets are hidden in both.
-    """
+    """What children print, up to `LOG_LIMIT` bytes, in a file; errors quote the end. Secrets are hidden."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._file = None if path is None else path.open("ab")
@@ -280,7 +270,6 @@ class OutputLog:
         self._writing = threading.Lock()
 
     def write(self, data: bytes) -> None:
-        """Keep the data as far as there is room; the rest is dropped, which is noted once."""
         with self._writing:
             self._last = (self._last + data)[-4 * LAST_CHARACTERS :]
             if self._file is None or self._file.closed or self._room <= 0:
@@ -293,11 +282,9 @@ class OutputLog:
 
     @property
     def last(self) -> str:
-        """The last `LAST_CHARACTERS` characters."""
         return redact(self._last.decode(errors="replace"))[-LAST_CHARACTERS:].strip()
 
     def close(self) -> None:
-        """Write what is held back of a line, and close the file."""
         with self._writing:
             if self._file is not None and not self._file.closed:
                 self._file.write(self._lines.rest())
@@ -305,7 +292,6 @@ class OutputLog:
 
 
 def encode(message: Any) -> bytes:
-    """The message as JSON. Raises ValueError or TypeError for what is no plain data."""
     try:
         return json.dumps(message, default=_plain).encode("ascii")
     except RecursionError as error:
@@ -313,7 +299,6 @@ def encode(message: Any) -> bytes:
 
 
 def decode(body: bytes | bytearray) -> Any:
-    """The message in a body. Raises ValueError for anything but JSON."""
     try:
         return json.loads(body)
     except RecursionError as error:
@@ -321,20 +306,18 @@ def decode(body: bytes | bytearray) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Arrays and numbers of numpy as lists and numbers."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is no plain data (numbers, text, lists and dicts are)")
 
 
-# ---- in the child: what it does at its start, before it runs code of a user's, and its loop; without torch ----
+# ---- in the child, without torch ----
 
 LONGEST_CAUSE = 2000
-"""Characters of an exception's text that are sent."""
 
 
 class Parent:
-    """The process that started this one: messages from it and to it, the latter from any thread."""
+    """The process that started this one. Messages are sent to it from any thread."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
@@ -342,7 +325,6 @@ class Parent:
         self._pid = os.getpid()
 
     def send(self, message: Any) -> None:
-        """Send a message. Raises TypeError or ValueError for what is no plain data."""
         body = encode(message)
         if os.getpid() != self._pid:
             os._exit(0)  # a user's function that forked has returned in the fork

@@ -1,9 +1,9 @@
-"""Processes that a run starts: out of reach of the signals that are meant for its controller, and ended with all below
-them.
+"""Processes that a run starts: out of reach of the signals that are meant for its controller, and ended with
+all below them.
 
-A Ctrl-C, a closed terminal, `timeout` and a batch system signal every process of a job. Only the controller may answer:
-if a worker, a reward process or a part of Ray ended on its own, the controller would have nothing left to save. So
-these processes run in sessions of their own, with the signals blocked. When the controller dies, SIGKILL ends them.
+A Ctrl-C, a closed terminal, `timeout` and a batch system signal every process of a job, and only the
+controller may answer: without its workers it could save nothing. So these run in sessions of their own with
+the signals blocked, and die with the controller.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that terminals, users and batch systems send to stop a run, or to announce that its time is over."""
+"""Signals that stop a run, or announce that its time is over."""
 
 KILLED_FOR_MEMORY = "the kernel ended the process, as memory ran out on its machine or in its container"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -26,10 +26,10 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @contextmanager
 def shielded() -> Iterator[None]:
-    """Start processes from this thread with STOP_SIGNALS blocked meanwhile; they stay blocked in them.
+    """Start processes from this thread with STOP_SIGNALS blocked, as they stay in them.
 
-    A mask is inherited through fork and exec, so that there is no moment in which a new process could be hit. What
-    reaches this process meanwhile waits for the end of the block, or goes to another thread.
+    A mask is inherited through fork and exec, so that a new process is never hit. What reaches this one
+    meanwhile waits, or goes to another thread.
     """
     previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -39,7 +39,6 @@ def shielded() -> Iterator[None]:
 
 
 def oom_kills() -> int:
-    """Return how many processes the kernel has ended on this machine because memory ran out."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:
@@ -48,10 +47,11 @@ def oom_kills() -> int:
 
 
 def outlive_stop_signals() -> None:
-    """Let STOP_SIGNALS in, and do nothing about them: in a shielded process that runs other people's code.
+    """Let STOP_SIGNALS in and do nothing about them, in a shielded process that runs other people's code.
+    Main thread only.
 
-    A blocked or ignored signal would stay so in programs that the code starts, whose own `terminate` or `timeout` could
-    then end nothing. A handler ends with exec, and is taken off in forks. To be called in the main thread.
+    A blocked or ignored signal would stay so in programs that the code starts, which nothing could then end
+    by it. A handler ends with exec, and is taken off in forks.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, _nothing)
@@ -87,15 +87,16 @@ def die_with(parent: int, number: int = signal.SIGKILL) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of everything below this process whose own parent ends, so that whatever ends this finds it."""
+    """Become the parent of all below this process whose own parent ends: what ends it finds them."""
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def kill_tree(pid: int, *, title: bytes = b"", spares: Callable[[int], bool] = lambda pid: False) -> None:
-    """Send SIGKILL to a process, to the group that it leads or led, and to everything below it in other groups.
+    """Send SIGKILL to a process, to the group that it leads or led, and to everything below it in other
+    groups.
 
-    A process under this id whose command line does not begin with `title` has only inherited the number, and is left
-    alone, as are processes that `spares` names. Of those whose own parents ended before, only the group's members are
+    A process whose command line does not begin with `title` has only inherited the id, and is left alone, as
+    are those that `spares` names. Of those whose own parents ended before, only the group's members are
     found.
     """
     name = _command_line(pid)
@@ -110,35 +111,32 @@ def kill_tree(pid: int, *, title: bytes = b"", spares: Callable[[int], bool] = l
 
 
 def descendants(pid: int) -> list[int]:
-    """Ids of all processes below this one, also of those in sessions of their own."""
     return _below(pid, _relations())
 
 
 def started(pid: int) -> int | None:
-    """Return when the process with this id was started, in ticks since the machine's own start; None if there is
+    """Return when the process with this id was started, in ticks since the machine's start; None if there is
     none.
 
-    An id may be given to another process once its own has ended: id and start together name one process.
+    The system gives ids again: id and start together name one process.
     """
     fields = _fields(Path(f"/proc/{pid}"))
     return int(fields[19]) if fields else None
 
 
 def is_running(pid: int) -> bool:
-    """Return whether the process is there, and neither ended nor stopped."""
     fields = _fields(Path(f"/proc/{pid}"))
     return bool(fields) and fields[0] not in "ZXTt"
 
 
 def state(pid: int) -> str:
-    """Return what the kernel says a process of this machine is doing."""
     words = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "waits for a device", "R": "runs", "S": "waits"}
     fields = _fields(Path(f"/proc/{pid}"))
     return words.get(fields[0], "has ended") if fields else "has ended"
 
 
 def waits_for_cpu(pid: int) -> dict[str, float]:
-    """Return for each thread of a process of this machine the seconds in which it could have run and had no core.
+    """Return for each thread of a process the seconds in which it could have run and had no core.
 
     A wait is counted when it ends (Linux, `/proc/PID/task/*/schedstat`).
     """
@@ -150,7 +148,7 @@ def waits_for_cpu(pid: int) -> dict[str, float]:
 
 
 def _family(pid: int) -> set[int]:
-    """The process if it is there, its descendants, and the members of its group if that is or was its own."""
+    """Return the process, its descendants, and the members of its group if that is or was its own."""
     relations = _relations()
     relation = relations.get(pid)
     members = set() if relation is None else {pid, *_below(pid, relations)}
@@ -172,7 +170,6 @@ def _below(pid: int, relations: dict[int, tuple[int, int]]) -> list[int]:
 
 
 def _relations() -> dict[int, tuple[int, int]]:
-    """Parent and group of every process, those left out that have ended and were not waited for."""
     relations = {}
     for entry in os.scandir("/proc"):
         if entry.name.isdecimal():
@@ -183,7 +180,7 @@ def _relations() -> dict[int, tuple[int, int]]:
 
 
 def _fields(folder: Path) -> list[str]:
-    """State, parent, group and more of a process, as proc(5) counts them from the third; nothing where it has ended."""
+    """Return state, parent, group and more of a process, as proc(5) counts from the third; [] if it ended."""
     try:
         # The name in parentheses may hold anything, spaces and parentheses included.
         return (folder / "stat").read_text().rpartition(")")[2].split()
@@ -192,7 +189,6 @@ def _fields(folder: Path) -> list[str]:
 
 
 def _command_line(pid: int) -> bytes:
-    """Return the process's command line; empty where it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

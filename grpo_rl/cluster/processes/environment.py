@@ -15,9 +15,9 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 SHARED_CORES = {"GOMP_SPINCOUNT": str(SPIN_COUNT)}
-"""Variables of workers that compute on the same cores as others. One that has the cores to itself spins as long as libgomp chooses,
-as any program with PyTorch does: threads that sleep between the short operations of a small model cost 4 to 6 % of its updates
-(scripts/bench_sft.py)."""
+"""For workers that share cores. One that has them to itself spins as long as libgomp chooses: threads that
+sleep between the short operations of a small model cost 4 to 6 % of its updates (scripts/bench_sft.py).
+"""
 
 
 def environment_of(*, alone: bool) -> dict[str, str]:

@@ -1,7 +1,8 @@
-"""Pools of devices, the slots of them in which each role's processes are placed, and the check that each machine has what a run needs.
+"""Pools of devices, the slots in which processes are placed, and the check that each machine has what a run
+needs.
 
-One task on each machine tells what it finds: the sources of this package, versions, the run's folder, model folders. What is
-not as on the controller's machine would train something else without a word, or fail hours later.
+A machine with other sources or versions, without the run's folder or a model, would train something else
+without a word, or fail hours later.
 """
 
 from __future__ import annotations
@@ -40,13 +41,12 @@ class Slot:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What Ray is asked for."""
         return {"num_cpus": 0, "scheduling_strategy": PlacementGroupSchedulingStrategy(self.placement_group, self.bundles[0])}
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSlot:
-    """The place of a process on a node, by Ray's id, with cores for it and for the processes that it starts."""
+    """The place of a process on a node, by Ray's id, with cores for it and for its children."""
 
     node: str
     num_cpus: float
@@ -54,17 +54,16 @@ class NodeSlot:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What Ray is asked for."""
         return {"num_cpus": self.num_cpus, "scheduling_strategy": NodeAffinitySchedulingStrategy(self.node, soft=False)}
 
 
 class Pool:
     """`nnodes` x `per_node` devices, reserved for this run.
 
-    Each node's share is one placement group, so that the ranks of a node are neighbours; with `nodes_per_slot` the share of so
-    many nodes is one, whose bundles vLLM gives to the processes of an engine that spans them. Processes are
-    placed in a bundle without asking Ray for its GPU, and CUDA_VISIBLE_DEVICES names it. That lets several
-    roles share a device, and lets one process use several (tensor parallelism).
+    Each node's share is one placement group, so that its ranks are neighbours; with `nodes_per_slot` that of
+    so many nodes is one, whose bundles vLLM gives to the processes of an engine that spans them. Processes
+    are placed in a bundle without asking Ray for its GPU, which CUDA_VISIBLE_DEVICES names: so several roles
+    share a device, and one process may use several (tensor parallelism).
     """
 
     def __init__(
@@ -81,10 +80,8 @@ class Pool:
         """`check` raises ClusterError for nodes, by Ray's ids, that lack what the processes need."""
         self._bundle = {"CPU": 1.0, "GPU": 1.0} if use_gpu else {"CPU": CPU_SHARE}
         self.per_node = per_node
-        self._free: list[Slot] = []
-        """Slots of the pool whose process has left."""
-        self._further: list[PlacementGroup] = []
-        """What was reserved since, each for one process."""
+        self._free: list[Slot] = []  # of the pool, whose process has left
+        self._further: list[PlacementGroup] = []  # reserved since, each for one process
         strategy = "STRICT_PACK" if nodes_per_slot == 1 else "PACK"
         self.groups = [
             placement_group([self._bundle] * per_node * nodes_per_slot, strategy) for _ in range(nnodes // nodes_per_slot)
@@ -93,13 +90,12 @@ class Pool:
         self.gpu_ids = [_probe_gpus(group, timeout_s) if use_gpu else [] for group in self.groups]
         one_node = [[*range(per_node)]]
         self.on_nodes = [one_node if nodes_per_slot == 1 else self._by_node(group, nodes_per_slot) for group in self.groups]
-        """The bundles of each group, node by node."""
         self._check = check
         if check is not None:
             check(self.nodes)
 
     def slots(self, devices_per_slot: int = 1, processes_per_slot: int = 1) -> list[Slot]:
-        """Return the pool cut into slots of so many devices each, each slot so often; colocated roles ask for the same ones."""
+        """Return the pool in slots of so many devices, each so often; colocated roles ask for the same."""
         slots = []
         for group, gpu_ids, nodes in zip(self.groups, self.gpu_ids, self.on_nodes, strict=True):
             if devices_per_slot > self.per_node:
@@ -115,15 +111,12 @@ class Pool:
 
     @property
     def nodes(self) -> set[str]:
-        """The nodes of the pool as it was reserved, by Ray's ids."""
         return self._nodes(self.groups)
 
     def nodes_of(self, slot: Slot) -> set[str]:
-        """Return the nodes of a slot, by Ray's ids."""
         return self._nodes([slot.placement_group])
 
     def cpus_on(self, node: str) -> float:
-        """Return the cores that were reserved on a node."""
         places = [
             node_id
             for group in [*self.groups, *self._further]
@@ -135,7 +128,8 @@ class Pool:
         return {node for group in groups for node in placement_group_table(group)["bundles_to_node_id"].values()}
 
     def another(self, devices: int, timeout_s: float, node: str | None = None) -> Slot:
-        """Return a slot for one process more: one that was given back, or `devices` reserved on one node, on `node` if there is room.
+        """Return a slot for one process more: one that was given back, or `devices` on one node, on `node` if
+        there is room.
 
         Raises ClusterError if there is no room in time, or the check of the node fails.
         """
@@ -160,7 +154,7 @@ class Pool:
         return Slot(group, tuple(range(devices)), tuple(gpu_ids))
 
     def give_back(self, slot: Slot, is_gone: bool = False) -> None:
-        """Take a slot back whose process has left; `is_gone` if its node is no longer there."""
+        """Take back a slot whose process has left; `is_gone` if its node is no longer there."""
         if slot.placement_group in self._further:
             self._further.remove(slot.placement_group)
             remove_placement_group(slot.placement_group)
@@ -168,7 +162,6 @@ class Pool:
             self._free.append(slot)
 
     def release(self) -> None:
-        """Give the devices back."""
         for group in [*self.groups, *self._further]:
             remove_placement_group(group)
 
@@ -191,7 +184,7 @@ class Pool:
                 )
 
     def _by_node(self, group: PlacementGroup, num_nodes: int) -> list[list[int]]:
-        """Return the bundles of a group that spans nodes, those of each node together. Raises ClusterError where they lie otherwise."""
+        """Return a spanning group's bundles node by node. Raises ClusterError for unequal shares."""
         nodes: dict[str, list[int]] = {}
         for bundle, node in sorted(placement_group_table(group)["bundles_to_node_id"].items()):
             nodes.setdefault(node, []).append(bundle)
@@ -224,7 +217,6 @@ def raylets(slots: Mapping[str, Slot]) -> dict[str, tuple[str, int]]:
 
 
 def _probe_gpus(group: PlacementGroup, timeout_s: float) -> list[str]:
-    """Return the GPU that Ray has given each bundle. Raises ClusterError where its processes do not start in time."""
     refs = [
         ray.remote(_gpu_id)
         .options(num_gpus=1, num_cpus=0, scheduling_strategy=PlacementGroupSchedulingStrategy(group, b))
@@ -253,7 +245,6 @@ def _fits(nnodes: int, per_node: int, bundle: dict[str, float]) -> bool:
 
 
 def _resources(resources: dict[str, float]) -> str:
-    """Format the number of CPUs and GPUs."""
     return ", ".join(f"{resources.get(name, 0.0):g} {name}s" for name in ("CPU", "GPU"))
 
 
@@ -265,27 +256,21 @@ def _gpu_id() -> str:
 
 
 PACKAGES = ("ray", "torch", "transformers", "vllm")
-SEEN_S = 5.0
-"""Seconds that a shared file system may take to show a file to another machine."""
-ANSWER_S = 45.0
-"""Seconds that a machine may take to answer: a process of Ray's has to start there."""
+SEEN_S = 5.0  # a shared file system may take so long to show a file to another machine
+ANSWER_S = 45.0  # Ray has to start a process there
 PATIENCE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a machine has."""
-
     name: str
     versions: Mapping[str, str]
-    code: Mapping[str, str]
-    """The SHA-256 of each source file, by its name."""
-    lacks: frozenset[str] = frozenset()
-    """Those of the files and folders asked for that are not there."""
+    code: Mapping[str, str]  # the SHA-256 of each source file, by its name
+    lacks: frozenset[str] = frozenset()  # files and folders
 
 
 def look(own_files: Sequence[str], paths: Sequence[str], seen_s: float = SEEN_S) -> Found:
-    """Return what this machine has: its versions, its code with the user's `own_files`, and which of `paths` it lacks."""
+    """Return this machine's versions, its code with the user's `own_files`, and which of `paths` it lacks."""
     until = time.monotonic() + seen_s
     while (lacks := [path for path in paths if not _is_there(Path(path))]) and time.monotonic() < until:
         time.sleep(0.2)
@@ -317,9 +302,11 @@ def differences(machine: str, theirs: Found, ours: Found, needed: Mapping[str, s
 
 
 def check_machines(nodes: Iterable[str], run_folder: Path, own_files: Sequence[str], models: Mapping[str, str]) -> None:
-    """Look at the machines with these ids of Ray's. Raises ClusterError naming each that does not have what the run needs.
+    """Look at the machines with these ids of Ray's. Raises ClusterError naming each that lacks what the run
+    needs.
 
-    `own_files` are files of the user's that workers import; `models` the folders that they read, with the setting of each.
+    `own_files` are files of the user's that workers import; `models` the folders that they read, with the
+    setting of each.
     """
     # A new name: no file system has remembered that it was not there.
     marker = run_folder / f".seen_{token_hex(4)}"

@@ -1,7 +1,8 @@
-"""Worker groups: the processes of one role, called together, with a deadline and a clear cause for every failure.
+"""Worker groups: the processes of one role, called together, with a deadline and a clear cause for every
+failure.
 
-`WorkerHost` is what runs in each process: the one Ray actor class, which hosts a plain worker object and never loses an error's
-cause. `Worker` is the controller's handle to one of them.
+`WorkerHost`, the one Ray actor class, hosts a plain worker object in each process. `Worker` is the
+controller's handle to it.
 """
 
 from __future__ import annotations
@@ -49,11 +50,9 @@ from grpo_rl.workers.instruments import Instruments, PhaseMeasure, device_name
 
 BEATS, LOOKS, NEWS = "beats", "looks", "news"
 """The threads in which a process answers `beat` and `doing`, and tells its news, while others work."""
-Doing = tuple[str, float, list[str]]
-"""A call that is at work, its seconds, and the stack of its thread."""
+Doing = tuple[str, float, list[str]]  # a call at work, its seconds, the stack of its thread
 MOST_FRAMES = 12
 FETCH_S = 3600.0
-"""Seconds that a process waits for a stored value."""
 
 
 class RemoteError(Exception):
@@ -65,7 +64,6 @@ class RemoteError(Exception):
         self.message = message
         self.trace = trace
         self.user_error = user_error
-        """True if the worker raised one of this package's own errors, whose message is complete."""
 
     def __str__(self) -> str:
         return self.message if self.user_error else f"{self.kind}: {self.message}"
@@ -73,18 +71,16 @@ class RemoteError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A value in Ray's object store, as an argument of several calls: a process fetches it with the first of them, and keeps it.
-
-    A plain reference would be deserialised anew in every call.
+    """A value in Ray's object store for several calls: a process fetches it once and keeps it, where a
+    reference would be deserialised anew in every call.
     """
 
     ref: Any
     key: str
-    """The value's key, different for every value."""
 
 
 class StoredBlock:
-    """A block in Ray's object store. It is freed with the last view of it, on whichever process that is."""
+    """A block in Ray's object store, freed with the last view of it on whichever process that is."""
 
     def __init__(self, ref: Any) -> None:
         self.ref = ref
@@ -97,14 +93,13 @@ class StoredBlock:
         return self._block
 
     def __reduce__(self) -> tuple[Callable[..., StoredBlock], tuple[Any]]:
-        """Pickle the reference alone, even if the block has been read."""
         return StoredBlock, (self.ref,)
 
 
 class WorkerHost:
     """A host that runs in a process of its own; `build` makes the worker there, `call` calls it.
 
-    The environment is set before anything heavy is imported, because visible devices are read when torch is loaded.
+    The environment is set before anything heavy is imported: visible devices are read when torch is loaded.
     """
 
     def __init__(self, name: str, log_file: str, environment: dict[str, str], secret: Sequence[str] = ()) -> None:
@@ -114,35 +109,33 @@ class WorkerHost:
         secrets.remember_environment()
         secrets.remember(secret)
         self._worker: Any = None
-        self._fetched: tuple[str, Any] = ("", None)
-        """The `Stored` value that a call carried last."""
+        self._fetched: tuple[str, Any] = ("", None)  # the `Stored` value that a call carried last
         self.name = name
         self._instruments = Instruments(name)
-        self._calls: dict[int, tuple[str, float]] = {}
-        """The calls that are at work, by their threads."""
+        self._calls: dict[int, tuple[str, float]] = {}  # those at work, by their threads
         faults.arm()
         faults.tell(worker=name)
         _redirect_output(Path(log_file))
 
     def where(self) -> tuple[str, int, int]:
-        """Return this process's node address, its id, and a port that is free there now."""
         address = ray.util.get_node_ip_address()
         with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
             port = probe.getsockname()[1]
         return address, os.getpid(), port
 
     def beat(self, wait_s: float) -> tuple[str, float, float | None] | None:
-        """Return, after `wait_s`, what the worker is doing, for how many seconds, and the longest it ever took; None:
-        nothing.
+        """Return, after `wait_s`, what the worker is doing, for how many seconds, and the longest it ever
+        took; None: nothing.
 
-        An answer shows that the process runs Python; of a worker without the method `activity` it shows nothing else.
+        An answer shows that the process runs Python; of a worker without the method `activity` it shows
+        nothing else.
         """
         time.sleep(wait_s)
         activity = getattr(self._worker, "activity", None)
         return None if activity is None else activity()
 
     def doing(self) -> list[Doing]:
-        """Return each call that is at work, for how many seconds, and where; what a thread of the worker's own does, and its children."""
+        """Return each call at work, its seconds and stack; then the worker's own thread, and the children."""
         current_time = time.monotonic()
         active_calls = [
             (method, current_time - began, stack_of(thread)) for thread, (method, began) in list(self._calls.items())
@@ -153,7 +146,6 @@ class WorkerHost:
         return active_calls + children_doing()
 
     def build(self, factory: Callable[..., Any], *args: Any) -> None:
-        """Make the worker. Raises RemoteError."""
         try:
             with _reported():
                 self._worker = factory(*args)
@@ -161,10 +153,9 @@ class WorkerHost:
             gc.enable()
 
     def call(self, method: str, *args: Any, told: dict[str, Any] | None = None, **kwargs: Any) -> Any:
-        """Call a method of the worker. Raises RemoteError. `told` is the controller's context of the fault points (`faults`)."""
+        """Call a method of the worker. Raises RemoteError. `told` is the context of the fault points."""
         if told is not None:
             faults.tell(**{**told, "worker": self.name})
-
         self._calls[threading.get_ident()] = (method, time.monotonic())
         try:
             with _reported():
@@ -175,7 +166,6 @@ class WorkerHost:
             del self._calls[threading.get_ident()]
 
     def observe(self, folder: str | None) -> None:
-        """Write traces into this folder from the next call on; None: no more."""
         self._instruments.observe(folder)
 
     def measures(self) -> tuple[str | None, dict[str, PhaseMeasure]]:
@@ -237,13 +227,13 @@ _MEMORY_KEYS = {
 
 
 def what_to_do(call: str) -> str:
-    """Return which keys to change when memory ran out in `role.method` or `start role`."""
+    """Return which keys to change if memory ran out in `role.method` or `start role`."""
     role = re.split(r"[.\d ]", call.removeprefix("start "))[0].replace("sampling", "rollout")
     return f"turn down {_MEMORY_KEYS[role]}" if role in _MEMORY_KEYS else "give the run more memory"
 
 
 def _redirect_output(log_file: Path) -> None:
-    """Redirect to its log everything that this process and its children print, libraries written in C included.
+    """Redirect to its log all that this process and its children print, libraries written in C included.
 
     Secrets are hidden in what Python prints here; in the rest they are hidden at the end of the run.
     """
@@ -258,7 +248,7 @@ def _redirect_output(log_file: Path) -> None:
 
 
 def make_worker(name: str, *arguments: Any, **options: Any) -> Any:
-    """Return an object of a class of `grpo_rl.workers`, by its module and name; imported in the process that will run it."""
+    """Return an object of a class of `grpo_rl.workers`, imported in the process that will run it."""
     module, _, kind = name.rpartition(".")
     return getattr(importlib.import_module(f"grpo_rl.workers.{module}"), kind)(*arguments, **options)
 
@@ -266,17 +256,16 @@ def make_worker(name: str, *arguments: Any, **options: Any) -> Any:
 # ---- in the controller ----------------------------------------------------------------------------------
 
 Arguments = Sequence[tuple[Any, ...]]
-"""The arguments of a call to every process, by rank."""
 
 LONG_AND_SILENT = frozenset({"save", "load", "export"})
-"""Calls in which a library may hold the interpreter for long: silence is no sign of trouble then."""
+"""Calls in which a library may hold the interpreter for long."""
 LOG_TAIL_LINES = 12
 BLAME_S = 2.0
-"""Seconds in which a dead process is looked for when a worker reports trouble: its neighbours see a broken connection first."""
+"""Seconds for a dead process to be found if one reports trouble: neighbours see a broken connection first."""
 TITLE = b"ray::"
 """The beginning of the command lines of Ray's workers: a process of another name has only inherited a worker's id."""
 LEAVE_S = 2.0
-"""Seconds that workers may take to end; a copy ends within milliseconds, an engine has children to end."""
+"""Workers may take so long to end; an engine has children to end."""
 # A user's mistake that a worker reports is raised again as the same error, with its exit code.
 _USER_ERRORS: dict[str, type[GrpoRlError]] = {
     kind.__name__: kind for kind in (ConfigError, DataError, CheckpointError, FunctionError, RewardError)
@@ -296,20 +285,17 @@ _PEER_WORDS = ("gloo/transport", "Connection closed by peer", "Connection reset 
 
 
 class WorkerFailed(ClusterError):
-    """An error: a worker cannot go on, does not answer, or has lost its neighbours, and a new process in its place could help."""
+    """A worker cannot go on, does not answer, or lost its neighbours; a new process could help."""
 
     def __init__(self, message: str, workers: Sequence[Worker] = ()) -> None:
         super().__init__(message)
         self.workers = tuple(workers)
 
 
-class WorkerDied(WorkerFailed):
-    """An error: a worker's process has ended."""
+class WorkerDied(WorkerFailed): ...
 
 
 class Worker:
-    """A handle to one process."""
-
     def __init__(
         self, name: str, slot: Slot | NodeSlot, log_dir: Path, environment: Mapping[str, str], threads: int = 1
     ) -> None:
@@ -338,38 +324,33 @@ class Worker:
 
     @property
     def is_here(self) -> bool:
-        """True if its process runs on the controller's machine."""
         return self.address == ray.util.get_node_ip_address()
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> ray.ObjectRef:
-        """Start a call; `wait_all` waits for it."""
         self.asked = (method, time.monotonic())
         return self.actor.call.remote(method, *args, told=faults.told(), **kwargs)
 
     def call_for_two(self, method: str, *args: Any) -> tuple[ray.ObjectRef, ray.ObjectRef]:
-        """Start a call of a method that returns a pair, as two objects: either may be fetched without the other.
+        """Start a call of a method that returns a pair, as two objects: either may be fetched without the
+        other.
 
-        What a call returns belongs to the process that made the call. Above Ray's limit for values that travel in the
-        answer itself (100 KiB, `RAY_max_direct_call_object_size`) it lies in the object store of the worker's machine,
-        and stays there when the worker dies.
+        A returned value above Ray's limit for the answer itself (100 KiB, `RAY_max_direct_call_object_size`)
+        lies in the object store of the worker's machine, belongs to the caller, and stays when the worker
+        dies.
         """
         self.asked = (method, time.monotonic())
         return self.actor.call.options(num_returns=2).remote(method, *args, told=faults.told())
 
     def another(self, name: str, slot: Slot | NodeSlot) -> Worker:
-        """Start another process of this kind, with no worker in it yet."""
         return Worker(name, slot, self.log_file.parent, self._environment, self._threads)
 
     def listen(self, method: str, *args: Any) -> ray.ObjectRef:
-        """Start a call that waits for news, beside all others."""
         return self.actor.call.options(concurrency_group=NEWS).remote(method, *args)
 
     def beat(self, wait_s: float) -> ray.ObjectRef:
-        """A sign of life after `wait_s`, whatever else the process does: see `WorkerHost.beat`."""
         return self.actor.beat.options(concurrency_group=BEATS).remote(wait_s)
 
     def doing(self) -> ray.ObjectRef:
-        """What the process is doing, whatever that is: see `WorkerHost.doing`."""
         return self.actor.doing.options(concurrency_group=LOOKS).remote()
 
     def describe(self, error: Exception) -> str:
@@ -389,7 +370,6 @@ class Worker:
         return f"{reason} ({words})\n  log: {self.log_file}\n{self.log_tail()}"
 
     def log_tail(self) -> str:
-        """The last lines of the worker's log, indented."""
         try:
             lines = self.log_file.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
         except OSError:
@@ -409,8 +389,8 @@ class Worker:
 class WorkerGroup:
     """All processes of a role, in rank order.
 
-    A process that has died or does not answer makes a call fail with WorkerFailed. For ranks, which work in step, that is
-    the end of the group: `main.py` starts the run's processes again, from the newest checkpoint.
+    A process that has died or does not answer makes a call fail with WorkerFailed. For ranks, which work in
+    step, that ends the group: `main.py` starts the run's processes again, from the newest checkpoint.
     """
 
     def __init__(
@@ -433,7 +413,6 @@ class WorkerGroup:
         return len(self.workers)
 
     def where(self, timeout_s: float, workers: Sequence[Worker] | None = None) -> list[tuple[str, int, int]]:
-        """Node address, process id and a free port of every worker, or of these."""
         workers = self.workers if workers is None else workers
         places = wait_all(workers, [w.actor.where.remote() for w in workers], timeout_s, f"start {self.role} processes")
         for worker, (address, pid, _) in zip(workers, places, strict=True):
@@ -441,7 +420,6 @@ class WorkerGroup:
         return places
 
     def start_build(self, factory: Callable[..., Any], arguments: Arguments) -> list[ray.ObjectRef]:
-        """Start making the worker object in every process."""
         return [w.actor.build.remote(factory, *a) for w, a in zip(self.workers, arguments, strict=True)]
 
     def store(self, values: Sequence[Any]) -> list[Stored]:
@@ -449,11 +427,10 @@ class WorkerGroup:
         return [Stored(ray.put(value), uuid.uuid4().hex) for value in values]
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Call `method` with the same arguments on every rank; the results by rank."""
+        """Call `method` with the same arguments on every rank; return the results by rank."""
         return self.call_each(method, [args] * len(self.workers))
 
     def call_each(self, method: str, arguments: Arguments) -> list[Any]:
-        """Call `method` on every rank with its own arguments; the results by rank."""
         for worker in self.workers:
             worker.excused = method in LONG_AND_SILENT
         try:
@@ -463,13 +440,12 @@ class WorkerGroup:
                 worker.excused = False
 
     def call_for_two(self, method: str, arguments: Arguments) -> list[tuple[Any, StoredBlock]]:
-        """Call a method that returns a pair on every rank; return the first values, and the second ones, which were not fetched."""
+        """Call a method that returns a pair on every rank; the second values are not fetched."""
         pairs = [w.call_for_two(method, *a) for w, a in zip(self.workers, arguments, strict=True)]
         firsts = self._wait([first for first, _ in pairs], method)
         return [(first, StoredBlock(second)) for first, (_, second) in zip(firsts, pairs, strict=True)]
 
     def shutdown(self) -> None:
-        """End all processes of the group."""
         end_workers(self.workers)
 
     def _wait(self, refs: Sequence[ray.ObjectRef], method: str) -> list[Any]:
@@ -483,12 +459,11 @@ def cause_line(text: str, *, at_end: bool = False) -> str:
 
 
 def wait_all(workers: Sequence[Worker], refs: Sequence[ray.ObjectRef], timeout_s: float, what: str) -> list[Any]:
-    """The results of `refs`, one per worker, in order.
+    """Return the results of `refs`, one per worker, in order.
 
-    The first failure ends the wait: in a set that works in step, the others would only hang.
-
-    Raises what `fetch` raises; a process that died is named rather than the neighbours that noticed.
-    ClusterError also at the deadline, naming the workers that did not answer.
+    The first failure ends the wait: in a set that works in step, the others would only hang. Raises what
+    `fetch` raises, naming a process that died rather than the neighbours that noticed, and WorkerFailed at
+    the deadline.
     """
     by_ref = dict(zip(refs, workers, strict=True))
     results: dict[ray.ObjectRef, Any] = {}
@@ -516,10 +491,11 @@ def wait_all(workers: Sequence[Worker], refs: Sequence[ray.ObjectRef], timeout_s
 
 
 def fetch(worker: Worker, ref: ray.ObjectRef, what: str) -> Any:
-    """The result of a call that has ended.
+    """Return the result of a call that has ended.
 
-    Raises ConfigError, DataError, CheckpointError or RewardError as the worker raised it, WorkerDied when its
-    process has ended, ClusterError for everything else, naming worker and call.
+    Raises ConfigError, DataError, CheckpointError, FunctionError or RewardError as the worker raised it,
+    WorkerDied if its process has ended, OutOfMemory, and ClusterError for everything else, naming worker and
+    call.
     """
     try:
         return ray.get(ref, timeout=60.0)
@@ -543,10 +519,10 @@ def fetch(worker: Worker, ref: ray.ObjectRef, what: str) -> Any:
 def settle(
     calls: Mapping[Worker, ray.ObjectRef], timeout_s: float, what: str, on_loss: Callable[[Worker, WorkerFailed], None]
 ) -> dict[Worker, Any]:
-    """The results of those workers that have one; `on_loss` is called for each that failed for good.
+    """Return the results of those workers that have one; `on_loss` is called for each that failed for good.
 
-    For workers that do not work in step: one's end does not concern the others. Raises what `fetch` raises
-    for a failure that a new process would not mend.
+    For workers that do not work in step. Raises what `fetch` raises for a failure that a new process would
+    not mend.
     """
     by_ref = {ref: worker for worker, ref in calls.items()}
     results: dict[Worker, Any] = {}
@@ -574,7 +550,7 @@ def is_broken(error: RemoteError) -> bool:
 
 
 def _death_among(by_ref: dict[ray.ObjectRef, Worker], pending: list[ray.ObjectRef], what: str) -> WorkerDied | None:
-    """The death of a worker that has not answered yet, if there is one within BLAME_S."""
+    """Return the death of a worker that has not answered yet, if there is one within BLAME_S."""
     deadline = time.monotonic() + BLAME_S
     while pending and time.monotonic() < deadline:
         done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
@@ -589,7 +565,8 @@ def _death_among(by_ref: dict[ray.ObjectRef, Worker], pending: list[ray.ObjectRe
 
 
 def end_workers(workers: Sequence[Worker]) -> None:
-    """End these processes and all below them, in the way that Ray expects: to Ray, a worker that is only killed has crashed.
+    """End these processes and all below them in the way that Ray expects: to Ray, a worker that is only
+    killed has crashed.
 
     Children are looked up before: without their parent they are like any other process.
     """
@@ -612,7 +589,7 @@ def end_workers(workers: Sequence[Worker]) -> None:
 
 
 def kill_process(pid: int, address: str) -> None:
-    """Kill the worker with this id on the node at `address`, as `kill_worker` does, in whatever state it is.
+    """Kill the worker with this id on the node at `address`, in whatever state it is.
 
     On another node a task of Ray's does it, which is not waited for.
     """
@@ -628,8 +605,8 @@ def kill_process(pid: int, address: str) -> None:
 def kill_worker(pid: int) -> None:
     """Kill a worker of this node with all below it, and remove what its engine has left in shared memory.
 
-    Python's trackers of shared memory are left to their work: they remove what the others leave there, and end with the
-    last of them.
+    Python's trackers of shared memory are left to remove what the others leave there, and end with the last
+    of them.
     """
     kill_tree(pid, title=TITLE, spares=is_tracker)
     folder = own_folder(pid)

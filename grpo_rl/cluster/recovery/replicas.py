@@ -1,4 +1,4 @@
-"""The rollout replicas of a run: one that fails is replaced in the background, and others join or leave while the run goes on."""
+"""The rollout replicas of a run: those that failed are replaced, others join or leave."""
 
 from __future__ import annotations
 
@@ -33,15 +33,12 @@ class Elastic:
     most: int
     pool: Pool
     devices: int
-    """Devices of a replica."""
     on_place: Callable[[str], None] = lambda node: None
     """Called, in a thread of its own, with each node of Ray's that gets another replica."""
 
 
 @dataclass(slots=True)
 class _Standing:
-    """What a replica may do, and what is known of it."""
-
     state: Literal["starting", "unbuilt", "ready", "serving"]
     since: float = 0.0
     """When it began to be missing: the one before it was lost, or it was asked for."""
@@ -54,14 +51,14 @@ class _Standing:
 class Replicas:
     """The processes of the rollout set by what they may do.
 
-    The replicas in `serving` hold the current weights and are the only ones that get requests. One that is lost, because a
-    call to it failed or its heartbeat stopped, is killed, and a new process takes its place; built, it is `ready`, and waits
-    until it has been given the current weights. So does one that joins. One that leaves is ended between two calls of
-    the pool, which asks others for what it had not answered. `lose` and `resize` may be called from any thread, everything else
-    from the controller's.
+    The replicas in `serving` hold the current weights and alone get requests. One that is lost, because a
+    call to it failed or its heartbeat stopped, is killed, and a new process takes its place; built, it is
+    `ready`, and waits for the current weights, as one that joins does. One that leaves is ended between two
+    calls of the pool, which asks others for what it had not answered. `lose` and `resize` may be called from
+    any thread, everything else from the controller's.
 
-    If engines share GPUs with ranks, `vacated` clears them for an engine that is built. Then a replacement waits, as a
-    process with nothing in it, until the controller calls `build_apart`: at a time when no rank works.
+    If engines share GPUs with ranks, `vacated` clears them for an engine that is built: a replacement waits,
+    as a process with nothing in it, until the controller calls `build_apart` at a time when no rank works.
     """
 
     def __init__(
@@ -72,12 +69,11 @@ class Replicas:
         vacated: Vacated | None = None,
         elastic: Elastic | None = None,
     ) -> None:
-        """`build` is None where a replica that fails ends the run."""
+        """`build` is None if a replica that fails ends the run."""
         self.worker_group, self.supervisor, self.elastic = worker_group, supervisor, elastic
         self._build, self._vacated, self._first = build, vacated, worker_group.workers[0]
         self._lock, self._changed = threading.Lock(), threading.Event()
         self._standings: dict[Worker, _Standing] = {}
-        """Every replica but those that are lost or have left."""
         self.wanted = self._next_number = len(worker_group)
         """The number of replicas that there shall be, and the number in the name of the next one that joins."""
         self._leaving = 0
@@ -88,7 +84,6 @@ class Replicas:
 
     @property
     def serving(self) -> list[Worker]:
-        """The replicas that may be asked."""
         return self._those("serving")
 
     def ready(self) -> list[Worker]:
@@ -104,7 +99,7 @@ class Replicas:
     def let_go(self) -> None:
         """End as many replicas as shall leave: those first that do not serve yet, and the newest of them.
 
-        Raises ClusterError when a replica that was lost cannot be replaced.
+        Raises ClusterError if a replica that was lost cannot be replaced.
         """
         self._changed.clear()
         with self._lock:
@@ -120,10 +115,12 @@ class Replicas:
             _beside(f"end {worker.name}", self._end, worker)
 
     def build_apart(self) -> list[Worker]:
-        """Build the replacements that wait for GPUs without ranks on them, and put them to sleep; return those.
+        """Build the replacements that wait for GPUs without ranks on them, and put them to sleep; return
+        those.
 
-        vLLM counts every change of the GPU's free memory while it starts as its own, and wants its share of all memory free
-        before. So the ranks leave the GPUs, and come back when the new engine has given its memory back.
+        vLLM counts every change of the GPU's free memory while it starts as its own, and wants its share of
+        all memory free before. So the ranks leave the GPUs, and come back when the new engine has given its
+        memory back.
         """
         waiting = self._those("unbuilt")
         if not waiting:
@@ -139,7 +136,7 @@ class Replicas:
         return built
 
     def serve(self, worker: Worker, version: int) -> None:
-        """Let a replica that is new serve, which holds the current weights, those of this version."""
+        """Let a new replica serve, which holds the current weights, those of this version."""
         with self._lock:
             standing = self._standings.get(worker)
             if standing is None:
@@ -152,7 +149,6 @@ class Replicas:
             self.supervisor.recoveries.recovered(worker.name, "rollout", seconds, how)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until something has changed: a replica is ready, or is lost for good."""
         self._changed.wait(timeout_s)
 
     # ---- losing one --------------------------------------------------------------------------------------
@@ -197,7 +193,6 @@ class Replicas:
         self._start(worker.another(worker.name, worker.slot), _Standing("starting", lost.since, lost.joins))
 
     def _start(self, fresh: Worker, standing: _Standing) -> None:
-        """Start a replica, which serves once it has the weights."""
         assert self._build is not None
         with self._lock:
             if self.supervisor.closed:
@@ -223,7 +218,6 @@ class Replicas:
             self._made(fresh)
 
     def _made(self, fresh: Worker) -> None:
-        """Note that a new replica is built."""
         with self._lock:
             standing = self._standings.get(fresh)
             if standing is None:
@@ -295,7 +289,8 @@ class Replicas:
 
 
 class EngineOrders(threading.Thread):
-    """Obeys orders for more or fewer replicas as they come: from the file that `grpo-rl engines` writes, and from nodes that join.
+    """Obeys orders for more or fewer replicas, from the file that `grpo-rl engines` writes and from nodes
+    that join.
 
     It keeps `engines` of status.json true: who serves, the bounds, and an answer to each order.
     """
@@ -312,7 +307,6 @@ class EngineOrders(threading.Thread):
         self.start()
 
     def close(self) -> None:
-        """Obey no more."""
         self._over.set()
         self.join(5.0)
 
@@ -364,7 +358,6 @@ class EngineOrders(threading.Thread):
 
 
 def _beside(name: str, function: Callable[..., None], *arguments: Any) -> None:
-    """Call a function in a thread of its own, which nothing waits for."""
     threading.Thread(target=function, args=arguments, name=name, daemon=True).start()
 
 

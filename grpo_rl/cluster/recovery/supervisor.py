@@ -20,10 +20,10 @@ from grpo_rl.telemetry.status import Status
 from grpo_rl.types import Metrics
 
 MISSED_BEATS = 3
-"""A worker without a sign of life for so many heartbeats is frozen."""
 SLOWER_THAN_EVER = 10.0
-"""A worker that is busy with one thing so many times longer than it ever was, and longer than the missed beats, hangs; a phase of a
-step that takes so many times longer is reported."""
+"""A worker that is busy with one thing so many times longer than it ever was, and longer than the missed
+beats, hangs; so is a phase of a step reported.
+"""
 _LOOK_S = 0.2
 
 
@@ -46,7 +46,6 @@ class Recoveries:
         """Called with the name of every worker that is lost and gets a new process, and None; later with that process's id."""
         self.warn = warn
         self.timeline = Timeline()
-        """The record of engines that came and went; the run sets its own."""
         self._max_restarts, self._window_s = trainer.max_restarts, trainer.restart_window_s
         self._clock = clock
         self._spent: list[tuple[float, str, str]] = []
@@ -55,7 +54,7 @@ class Recoveries:
         self._lock = threading.Lock()
 
     def failed(self, name: str, cause: str, then: str) -> None:
-        """Allow one more restart of `name`, and report why and what (`then`) is done. Raises ClusterError when there were too many."""
+        """Allow one more restart of `name`, and report it. Raises ClusterError after too many."""
         with self._lock:
             current_time = self._clock()
             self._spent = [entry for entry in self._spent if current_time - entry[0] <= self._window_s]
@@ -85,12 +84,11 @@ class Recoveries:
         self.count(f"engines_{what}", 1.0)
 
     def count(self, name: str, number: float) -> None:
-        """Add to the number of this name until the next `metrics`."""
         with self._lock:
             self._since[f"recovery/{name}"] = self._since.get(f"recovery/{name}", 0.0) + number
 
     def metrics(self) -> Metrics:
-        """Return the counts noted since the last call; nothing if nothing happened."""
+        """Return the counts noted since the last call."""
         with self._lock:
             since, self._since = self._since, {}
             return since | {"recovery/restarts_total": float(self._total)} if since else {}
@@ -135,13 +133,13 @@ class _Watched:
 
 
 class Supervisor(threading.Thread):
-    """Watches over the processes of one cluster: ends workers that are frozen, and reports every end, whatever caused it.
+    """Watches over the processes of one cluster: ends workers that are frozen, and reports every end,
+    whatever caused it.
 
-    Every worker answers a call (`beat`) a heartbeat after it was made, in a thread of its own, and is called again at once.
-
-    A process that is stopped or whose interpreter is held cannot answer; one whose engine loops answers, and reports for
-    how long it has been in one step. A process that dies fails the answer that is on its way, so that is
-    noticed at once.
+    Every worker answers a call (`beat`) a heartbeat after it was made, in a thread of its own, and is called
+    again at once. A process that is stopped or whose interpreter is held cannot answer; one whose engine
+    loops answers, and reports for how long it has been in one step; one that dies fails the answer that is on
+    its way.
     """
 
     def __init__(self, trainer: TrainerConfig, recoveries: Recoveries) -> None:
@@ -170,7 +168,6 @@ class Supervisor(threading.Thread):
             self._watched[worker] = _Watched(worker, on_end, worker.beat(0.0))
 
     def forget(self, worker: Worker) -> bool:
-        """Watch this worker no more; return whether it was watched."""
         with self._lock:
             return self._watched.pop(worker, None) is not None
 
@@ -231,14 +228,16 @@ class Supervisor(threading.Thread):
 PHASE_LOOK_S = 0.5
 LEAST_S = 60.0
 ANSWER_S = 2.0
-"""Seconds in which a process that runs Python says what it is doing."""
+"""A process that runs Python says within it what it is doing."""
 
 
 class StuckReport(threading.Thread):
-    """Watches how long each phase of a step takes, and reports once what each process is doing if one passes its deadline.
+    """Watches how long each phase of a step takes, and reports once what each process is doing if one passes
+    its deadline.
 
-    The deadline is `trainer.stuck_s`; without one, ten times the longest that the phase ever took, at least a minute. If it was
-    never done before, it is half of the shortest time after which something would be given up.
+    The deadline is `trainer.stuck_s`; without one, ten times the longest that the phase ever took, at least a
+    minute. If it was never done before, it is half of the shortest time after which something would be given
+    up.
     """
 
     def __init__(
@@ -254,7 +253,6 @@ class StuckReport(threading.Thread):
         self.start()
 
     def close(self) -> None:
-        """Watch no longer."""
         self._over.set()
         self.join(2 * ANSWER_S)
 
@@ -270,7 +268,6 @@ class StuckReport(threading.Thread):
                 self.report(f"{place} goes on for {seconds:.0f} s")
 
     def deadline(self, phase: str) -> float:
-        """Return the seconds after which this phase is reported."""
         longest = self._longest.get(phase)
         if self._given_s is not None:
             return self._given_s

@@ -1,8 +1,8 @@
-"""The process on each node that keeps the node's reward and environment processes: built and called as every worker, without torch.
+"""The process on each node that keeps the node's reward and environment processes, without torch.
 
-Functions of a user's run in child processes of this one, never in it: a child is killed at a deadline and replaced within half a
-second, its memory has a limit that would end Ray's own threads, and what it answers is read as plain data. So a function that
-hangs, exits or breaks its process costs neither a Ray actor nor a connection to the cluster.
+Functions of a user's run in its children, never in it: a child is killed at a deadline and replaced within
+half a second, its memory has a limit that would end Ray's own threads, and what it answers is read as plain
+data.
 """
 
 from __future__ import annotations
@@ -40,13 +40,12 @@ if TYPE_CHECKING:
 GATHER_S, LONGEST_GATHER_S = 0.05, 1.0
 """Seconds for which outcomes gather, to be told at once, while more are to come: twice as long each time."""
 LOOK_S = 1.0
-"""Seconds after which environments are looked at without an event."""
 Text: TypeAlias = "str | tuple[StoredBlock, int, int]"
 """A response's text, or the block with its place: start and length."""
 SentJob = tuple[int, Sequence[str], bool, int, list[tuple[str, Text, Any, dict[str, Any]]]]
 """A job on its way to a host: number, functions, whether they take lists, characters, and the arguments of each response."""
 SentOutcome = tuple[int, list[Any], bool, float]
-"""What became of it: number, outcomes, whether the call failed as a whole, seconds."""
+"""Number, outcomes, whether the call failed as a whole, seconds."""
 Event = tuple[str, Any]
 """The name of a service, and what it has to say. With `broken`, why the run cannot go on; with `lost`, why not from here."""
 Tell = Callable[[str, Any], None]
@@ -55,16 +54,12 @@ BROKEN, LOST, ENVIRONMENT = "broken", "lost", "environment"
 
 @dataclass(frozen=True, slots=True)
 class ScorerSpec:
-    """Functions that score single responses."""
-
     config: RewardConfig
     data_sources: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentSpec:
-    """The environment and tools of episodes."""
-
     host: HostSetup
     config: EnvironmentConfig
 
@@ -76,12 +71,10 @@ class FunctionSpec:
     scorers: Mapping[str, ScorerSpec | JudgeSpec]
     environments: EnvironmentSpec | None
     needs_sandbox: bool
-    """True if programs that a model writes are run."""
     logs: Path
     folder: str = field(default_factory=os.getcwd)
     path: tuple[str, ...] = field(default_factory=lambda: tuple(sys.path))
     variables: Mapping[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)
-    """The environment of the command, secrets included."""
 
     def sizes(self, cores: int) -> dict[str, int]:
         """Return the number of processes of each service on a node with so many cores for them."""
@@ -95,17 +88,13 @@ class FunctionSpec:
 
 
 class Service(Protocol):
-    """What a host does under one name."""
-
-    def put(self, batch: Any) -> None:
-        """Begin what a batch asks for; returns at once."""
+    def put(self, batch: Any) -> None: ...
 
     @property
     def is_busy(self) -> bool:
         """Return whether more is to be told soon, which is worth a moment's wait."""
 
-    def close(self) -> None:
-        """End its processes."""
+    def close(self) -> None: ...
 
 
 class FunctionHost:
@@ -118,8 +107,7 @@ class FunctionHost:
         self._services: dict[str, Service] = {}
         self._gather_s = GATHER_S
         self.sizes = spec.sizes(cores)
-        self.walls = ""
-        """The walls around programs that a model writes, in words."""
+        self.walls = ""  # around programs that a model writes, in words
 
         def logs(name: str) -> list[Path]:
             return [spec.logs / f"{name}-{number + num_hosts * place}.log" for place in range(self.sizes[name])]
@@ -138,11 +126,9 @@ class FunctionHost:
             raise RewardError(f"node {socket.gethostname()}: {error}") from error
 
     def describe(self) -> tuple[str, dict[str, int], str]:
-        """Return the node's name, the number of processes of each service, and the walls around a model's programs."""
         return socket.gethostname(), self.sizes, self.walls
 
     def put(self, service: str, batch: Any) -> None:
-        """Begin what a batch asks of a service."""
         self._services[service].put(batch)
 
     def take(self, wait_s: float) -> list[Event]:
@@ -159,12 +145,10 @@ class FunctionHost:
         return events
 
     def _has_more(self, events: Sequence[Event]) -> bool:
-        """Return whether more is to come soon from the service that spoke last."""
         service = self._services.get(events[-1][0]) if events else None
         return service is not None and service.is_busy
 
     def close(self) -> None:
-        """End all processes."""
         for service in self._services.values():
             service.close()
 
@@ -186,7 +170,6 @@ class Scorer:
             self.processes = RewardProcesses(spec.config, self._done, broken, data_sources=spec.data_sources, logs=logs)
 
     def put(self, batch: Sequence[SentJob] | Share) -> None:
-        """Have the jobs done, or ask the judge within this share from now on."""
         if isinstance(batch, Share):
             assert isinstance(self.processes, JudgeProcess)
             self.processes.allow(batch)
@@ -206,11 +189,9 @@ class Scorer:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether jobs are on their way."""
         return bool(self._numbers)
 
     def close(self) -> None:
-        """End the processes."""
         self.processes.close()
 
     def _done(self, jobs: Sequence[Job]) -> None:
@@ -231,7 +212,6 @@ def _sample(data_source: str, text: Text, ground_truth: Any, extra_info: dict[st
 
 
 def _plain(outcome: Any) -> Any:
-    """Return an outcome in a form that can be pickled."""
     return outcome if isinstance(outcome, RewardFailure) else (outcome.score, dict(outcome.values), outcome.steps)
 
 
@@ -246,17 +226,14 @@ class Environments(threading.Thread):
         self.start()
 
     def put(self, batch: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
-        """Make these calls, in their order."""
         for call in batch:
             self._inbox.put((None, call))
 
     @property
     def is_busy(self) -> bool:
-        """Return False: each answer lets an episode go on."""
-        return False
+        return False  # each answer lets an episode go on
 
     def close(self) -> None:
-        """End the processes."""
         self._closed.set()
         self._inbox.put((None, None))
         self._ended.wait(2 * LOOK_S)

@@ -1,7 +1,8 @@
-"""The function hosts of a run, one on each node, as the controller sees them: batches go to those with room, answers come back.
+"""The function hosts of a run, one on each node: batches go to those with room, answers come back.
 
-One thread for each host waits for what has happened there. A host that is lost gives its work back, which others do, and another
-is started in its place unless its node is gone: functions of the same arguments give the same results on every node.
+One thread for each host waits for what has happened there. A host that is lost gives its work back, which
+others do, and another is started in its place unless its node is gone: functions of the same arguments give
+the same results on every node.
 """
 
 from __future__ import annotations
@@ -36,13 +37,11 @@ from grpo_rl.rewards.runtime.process import Job
 from grpo_rl.rewards.runtime.processes import Broken, Done
 
 WAIT_S = 10.0
-"""Seconds for which a host is asked what has happened, if nothing has."""
 AHEAD = 256
 """Responses that a host has at most for each of its reward processes: it gets more when half of them are done."""
 FIRST_JOINED = 1000
 """The first number among the logs of a host that has joined, and its multiples for further ones."""
 GATHER_S = 0.01
-"""Seconds for which jobs gather, to be sent in one call."""
 
 
 class Client(Protocol):
@@ -51,19 +50,14 @@ class Client(Protocol):
     def joined(self, worker: Worker, size: int) -> None:
         """Note that this host, with so many processes, may be asked."""
 
-    def lost(self, worker: Worker, cause: str) -> None:
-        """Note that this host is gone, with what it was doing."""
+    def lost(self, worker: Worker, cause: str) -> None: ...
 
-    def heard(self, worker: Worker, said: Any) -> None:
-        """Take in what a host says."""
+    def heard(self, worker: Worker, said: Any) -> None: ...
 
-    def broke(self, why: GrpoRlError) -> None:
-        """Note that nothing more will come."""
+    def broke(self, why: GrpoRlError) -> None: ...
 
 
 class FunctionPool:
-    """The function hosts of a run."""
-
     def __init__(self, worker_group: WorkerGroup, spec: FunctionSpec, cores: Sequence[int], supervisor: Supervisor) -> None:
         """`cores` has those of each host's node that its processes may use."""
         self.worker_group, self._spec, self._supervisor = worker_group, spec, supervisor
@@ -75,7 +69,6 @@ class FunctionPool:
         self._lock, self._closed = threading.Lock(), threading.Event()
 
     def start_build(self) -> list[ray.ObjectRef]:
-        """Start making the host in every process."""
         return [self._build(worker) for worker in self.worker_group.workers]
 
     def _build(self, worker: Worker) -> ray.ObjectRef:
@@ -109,7 +102,6 @@ class FunctionPool:
             self._listen(fresh)
 
     def _begin(self, fresh: Worker) -> None:
-        """Build a further host and let it be asked. Raises GrpoRlError."""
         self.worker_group.where(self._supervisor.start_timeout_s, [fresh])
         wait_all([fresh], [self._build(fresh)], self._supervisor.start_timeout_s, f"start {fresh.name}")
         self._supervisor.watch(fresh)
@@ -117,20 +109,17 @@ class FunctionPool:
             client.joined(fresh, self._sizes[fresh][service])
 
     def scorer(self, service: str, done: Done, broken: Broken) -> ScorerClient:
-        """Return the reward processes of all nodes, as `RewardRunner` asks them."""
         spec, put = self._spec.scorers[service], partial(self._put, service)
         client = JudgeClient(spec.config, put, done, broken) if isinstance(spec, JudgeSpec) else ScorerClient(put, done, broken)
         self._enter(service, client)
         return client
 
     def environments(self) -> EnvironmentClient:
-        """Return the environment processes of all nodes, as `EpisodePool` asks them."""
         client = EnvironmentClient(partial(self._put, ENVIRONMENT))
         self._enter(ENVIRONMENT, client)
         return client
 
     def close(self) -> None:
-        """End the processes of all hosts, and hear them no more."""
         self._closed.set()
         workers = list(self.worker_group.workers)
         ray.wait([worker.call("close") for worker in workers], num_returns=len(workers), timeout=KILL_S)
@@ -214,18 +203,15 @@ class ScorerClient:
 
     def __init__(self, put: Callable[[Worker, Any], None], done: Done, broken: Broken) -> None:
         self._put, self._done, self.broke = put, done, broken
-        self._sizes: dict[Worker, int] = {}
-        """The number of processes of each host."""
+        self._sizes: dict[Worker, int] = {}  # processes of each host
         self._lock = threading.Lock()
         self._has_new, self._closed = threading.Event(), False
         self._waiting: deque[Job] = deque()
         self._serials = itertools.count()
         self._sent: dict[Worker, dict[int, Job]] = {}
-        """What each host has, by the job's number."""
         threading.Thread(target=self._send, name="rewards", daemon=True).start()
 
     def put(self, jobs: Sequence[Job]) -> None:
-        """Have these jobs done; returns at once."""
         self._waiting.extend(jobs)
         if not self._has_new.is_set():
             self._has_new.set()
@@ -234,12 +220,10 @@ class ScorerClient:
         """Return at once: hosts are built when their processes are ready."""
 
     def close(self) -> None:
-        """Send nothing more; hosts end with the cluster."""
         self._closed = True
         self._has_new.set()
 
     def _send(self) -> None:
-        """Send what has gathered, again and again."""
         while not self._closed:
             if not self._has_new.wait(WAIT_S):
                 continue
@@ -249,7 +233,6 @@ class ScorerClient:
                 self._feed()
 
     def joined(self, worker: Worker, size: int) -> None:
-        """Note that this host, with so many processes, may be asked."""
         with self._lock:
             self._sizes[worker] = size
             self._sent.setdefault(worker, {})
@@ -257,14 +240,12 @@ class ScorerClient:
             self._feed()
 
     def lost(self, worker: Worker, cause: str) -> None:
-        """Give the jobs of a lost host to others."""
         with self._lock:
             self._waiting.extendleft(reversed(self._sent.pop(worker, {}).values()))
             self._changed()
             self._feed()
 
     def heard(self, worker: Worker, said: Iterable[SentOutcome]) -> None:
-        """Take in outcomes, and give the host more."""
         done = []
         with self._lock:
             sent = self._sent.get(worker, {})
@@ -296,12 +277,11 @@ class ScorerClient:
                 batch.append((number, job.functions, job.batched, job.size, [_sent_sample(sample()) for sample in job.samples]))
             self._put(worker, batch)
 
-    def _changed(self) -> None:
-        """Note that a host has come or gone."""
+    def _changed(self) -> None: ...
 
 
 class JudgeClient(ScorerClient):
-    """The processes of all nodes that ask the judge: what the configuration allows is divided over the nodes that there are."""
+    """What the configuration allows to the judge is divided over the nodes that there are."""
 
     def __init__(self, config: JudgeConfig, *arguments: Any) -> None:
         self._config = config
@@ -343,12 +323,10 @@ class EnvironmentClient:
         self._hosts: dict[Worker, _Load] = {}
         self._place: dict[str, Worker] = {}
         self._unplaced: dict[str, Mapping[str, Any]] = {}
-        """Episodes that no host has yet."""
         self._awaited: set[str] = set()
 
     @property
     def num_waiting(self) -> int:
-        """The number of answers that have not come yet."""
         return len(self._awaited)
 
     def begin(self, episode: str, start: Mapping[str, Any]) -> None:
@@ -357,7 +335,6 @@ class EnvironmentClient:
         self._awaited.add(episode)
 
     def step(self, episode: str, turn: Mapping[str, Any]) -> None:
-        """Give a turn to an episode's environment; the answer is an event."""
         self._awaited.add(episode)
         self._call(episode, "step", episode, dict(turn))
 
@@ -378,7 +355,6 @@ class EnvironmentClient:
         return events
 
     def _heard(self, wait_s: float) -> list[Event]:
-        """Take in all that hosts have said, after up to `wait_s` for the first of it."""
         events: list[Event] = []
         with contextlib.suppress(queue.Empty):
             arrived = self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait()
@@ -401,23 +377,18 @@ class EnvironmentClient:
                 self._leave(event.episode)
         return events
 
-    def close(self) -> None:
-        """Do nothing: hosts end with the cluster."""
+    def close(self) -> None: ...
 
     def joined(self, worker: Worker, size: int) -> None:
-        """Note, in any thread, that this host may be asked."""
         self._inbox.put(("joined", worker, None))
 
     def lost(self, worker: Worker, cause: str) -> None:
-        """Note, in any thread, that this host is gone."""
         self._inbox.put(("lost", worker, cause))
 
     def heard(self, worker: Worker, said: Any) -> None:
-        """Take in, in any thread, the events of a host."""
         self._inbox.put(("heard", worker, said))
 
     def broke(self, why: GrpoRlError) -> None:
-        """Note, in any thread, that nothing more will come."""
         self._inbox.put(("broke", None, why))
 
     def _call(self, episode: str, method: str, *arguments: Any) -> None:
@@ -434,7 +405,6 @@ class EnvironmentClient:
         self._place.pop(episode, None)
 
     def _send(self) -> None:
-        """Find a host for each new episode, and send all calls."""
         while self._unplaced and self._hosts:
             worker = min(self._hosts, key=lambda host: len(self._hosts[host].episodes))
             episode = next(iter(self._unplaced))

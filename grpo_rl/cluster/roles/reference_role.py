@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 
 
 class ReferenceRole:
-    """The `protocols.Reference` whose work is done by forward-only ranks."""
-
     method: ClassVar[str] = "logprobs"
-    """The method of a rank that computes it."""
 
     def __init__(self, worker_group: WorkerGroup, *, rule: MicroBatchRule, want_hidden: bool) -> None:
         self.worker_group, self.rule, self.want_hidden = worker_group, rule, want_hidden
@@ -38,12 +35,11 @@ class ReferenceRole:
         return batch.replace(**self.dispatched(batch).compute(self.rule, self.method, names, self.want_hidden))
 
     def dispatched(self, batch: Batch) -> Dispatched:
-        """Return the batch as the ranks have it."""
         return Dispatched.to(self.worker_group, batch, self.rule)
 
 
 class BaseReferenceRole(ReferenceRole):
-    """The reference that is the base model under the actor's adapters: its ranks compute it, on the shards that they have."""
+    """The base model under the actor's adapters: its ranks compute it, on the shards that they have."""
 
     method = "reference_logprobs"
 
@@ -52,7 +48,6 @@ class BaseReferenceRole(ReferenceRole):
         self.actor = actor
 
     def dispatched(self, batch: Batch) -> Dispatched:
-        """Return the batch as the ranks have it for the update."""
         return self.actor.dispatched(batch)
 
 
@@ -66,10 +61,7 @@ class MovingReferenceRole(SavedRole, ReferenceRole):
     )
 
     def become(self, actor: ActorRole) -> None:
-        """Take over the actor's weights, rank by rank: both groups have as many ranks, and are sharded alike.
-
-        Each rank's shard goes through Ray's object store, from which only the rank in the same place reads it.
-        """
+        """Take over the actor's weights, rank by rank: both groups are sharded alike."""
         assert len(actor.worker_group) == len(self.worker_group), "the same number of ranks"
         parts = actor.worker_group.call_for_two("weights", [()] * len(self.worker_group))
         self.worker_group.call_each("update", [(part.ref,) for _, part in parts])
@@ -77,13 +69,10 @@ class MovingReferenceRole(SavedRole, ReferenceRole):
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
-    """One teacher: what the configuration says of it, and who computes it."""
-
     name: str
     settings: TeacherConfig
     worker_group: WorkerGroup
     method: str
-    """The method of its ranks that returns its log-probs."""
     arguments: tuple[Any, ...] = ()
 
 

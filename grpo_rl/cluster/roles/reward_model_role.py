@@ -43,8 +43,8 @@ class _Job:
 class RewardModelRole:
     """The `rewards.combined.ModelReward` whose work is done by the reward model's ranks.
 
-    A background thread scores the rollouts that have come whenever they fill a forward pass on every rank, and the rest as soon
-    as a caller waits.
+    A background thread scores the rollouts that have come whenever they fill a forward pass on every rank,
+    and the rest as soon as a caller waits.
     """
 
     name = REWARD_MODEL
@@ -72,7 +72,6 @@ class RewardModelRole:
         self._calls = ThreadPoolExecutor(1, "reward-model")
 
     def submit(self, rollout: Rollout) -> None:
-        """Queue a rollout; returns at once."""
         with self._lock:
             key = (rollout.prompt.uid, rollout.sample_index)
             pending = self._jobs.get(key)
@@ -108,7 +107,6 @@ class RewardModelRole:
         self._calls.shutdown(wait=False, cancel_futures=True)
 
     def _call(self) -> None:
-        """Have the rollouts that have come scored, after those before them."""
         jobs, self._queue, self._queued_tokens = self._queue, [], 0
         if jobs:
             scores = self._calls.submit(self.score, [job.rollout for job in jobs])
@@ -116,7 +114,6 @@ class RewardModelRole:
                 job.scores, job.place = scores, place
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Outcome]:
-        """Return the model's scores, computed now by all ranks."""
         rendered = [self.renderer(rollout) for rollout in rollouts]
         results: list[Outcome | None] = [self._without_model(scorable) for scorable in rendered]
         rows = [index for index, result in enumerate(results) if result is None]
@@ -150,7 +147,6 @@ class RewardModelRole:
 
 
 def score_batch(scorables: Sequence[Scorable]) -> ScoreBatch:
-    """Return the sequences back to back, with flat positions."""
     token_ids: list[int] = []
     positions: list[int] = []
     for scorable in scorables:
@@ -183,7 +179,6 @@ class ModelRewards:
         self._model = _prepare(plan, folder, tokenizer, decode) if scores else None
 
     def beside(self, rules: Rewarder | None, scorers: WorkerGroup | None, judge: ModelReward | None) -> CombinedRewarder:
-        """Rules and models as the one reward of the run, and the reward of turns if there are several."""
         models: list[ModelReward] = []
         if self._model is not None:
             assert scorers is not None

@@ -23,7 +23,6 @@ from grpo_rl.rollout.weights import check_digests, merge_ranks
 from grpo_rl.types import Metrics, Request
 
 HOMES = 2**17
-"""The most conversations whose replica is remembered."""
 W = TypeVar("W", bound=Hashable)
 
 
@@ -35,19 +34,15 @@ class Ledger(Generic[W]):
         self.in_flight: dict[W, dict[str, Request]] = {}
         """The replicas that may be asked, and the requests that each has, in the order given."""
         self._homes: dict[str, W] = {}
-        """The replica that each conversation was last at."""
 
     @property
     def begun(self) -> bool:
-        """Return whether a replica has a request that it has not answered."""
         return any(self.in_flight.values())
 
     def add(self, requests: Iterable[Request]) -> None:
-        """Queue more requests, behind those that wait."""
         self.waiting.extend(requests)
 
     def join(self, worker: W) -> None:
-        """Let a replica be asked from now on."""
         self.in_flight.setdefault(worker, {})
 
     def leave(self, worker: W) -> int:
@@ -57,10 +52,12 @@ class Ledger(Generic[W]):
         return len(unfinished)
 
     def dispatch(self, capacity: int, refill_below: int | None = None) -> dict[W, list[Request]]:
-        """Take waiting requests for the replicas with the fewest in flight, up to `capacity` each; they are in flight then.
+        """Take waiting requests for the replicas with the fewest in flight, up to `capacity` each; they are
+        in flight then.
 
-        Replicas with `refill_below` or more get none now, so that each is sent many at a time. A request of a conversation goes
-        where that was before, as long as there is room: that replica's prefix cache has what came before.
+        Replicas with `refill_below` or more get none now, so that each is sent many at a time. A request of a
+        conversation goes where that was before, if there is room: that replica's prefix cache has what came
+        before.
         """
         assigned_requests: dict[W, list[Request]] = {}
         below = capacity if refill_below is None else refill_below
@@ -80,7 +77,7 @@ class Ledger(Generic[W]):
         return assigned_requests
 
     def _home(self, request: Request, capacity: int) -> W | None:
-        """Return the replica that has the conversation of a request, if it has room; None otherwise."""
+        """Return the replica that has the conversation of a request, if it has room."""
         worker = self._homes.get(request.conversation) if request.conversation else None
         return worker if worker is not None and len(self.in_flight.get(worker, range(capacity))) < capacity else None
 
@@ -102,17 +99,15 @@ OnLoss = Callable[[Worker, WorkerFailed], None]
 class Transfer:
     """A transfer of the actor's weights to the engines, in the way that `checkpoint_engine.backend` names.
 
-    The actor's ranks walk through the model together, because a whole tensor is gathered from all of them, and pack one
-    bucket after the other. The controller asks all ranks for the next bucket and all engines to load it; only a
-    reference to the bytes passes through the controller. Through Ray's object store and by NCCL the next bucket is packed
-    while this one is loaded. With CUDA IPC a bucket's memory is in use until every engine has answered, so that one
-    follows the other.
+    The actor's ranks walk through the model together, as a whole tensor is gathered from all of them, and
+    pack bucket after bucket. The controller asks all ranks for the next bucket and all engines to load it;
+    only a reference passes through the controller. By Ray's object store and by NCCL the next bucket is
+    packed while this one is loaded; with CUDA IPC its memory is in use until every engine has answered. An
+    engine that fails on the way is left out.
 
-    An engine that fails on the way is left out, the others get everything.
-
-    NCCL is different in two ways. Its group has fixed members, so it is made anew before a transfer between other processes
-    than the last one's. And a broadcast that lost a member ends for none of the others, so that WorkerFailed is raised for an
-    engine, too, as for a rank: the run starts all its processes again.
+    NCCL's group has fixed members, so that it is made anew before a transfer between other processes; and a
+    broadcast that lost a member ends for none of the others, so that an engine's failure raises WorkerFailed,
+    as a rank's does: the run starts all its processes again.
     """
 
     def __init__(
@@ -138,9 +133,9 @@ class Transfer:
     def run(self, engines: list[Worker], on_loss: OnLoss) -> int:
         """Send every tensor to every engine; return the number of bytes of one copy, 0 if no engine is left.
 
-        The caller has the engines begin the update before and finish it after. `on_loss` is called with each that failed, and
-        takes it out of `engines`. Raises WeightTransferError, naming the tensors, if an engine received something else than
-        what was sent.
+        The caller has the engines begin the update before and finish it after. `on_loss` is called with each
+        that failed, and takes it out of `engines`. Raises WeightTransferError, naming the tensors, if an
+        engine received something else than what was sent.
         """
         num_bytes = sum(self.actors.call("begin_weight_sync")[:1])
         if self.backend == "nccl" and self._connected != (self.actors.workers[0], *engines):
@@ -168,8 +163,8 @@ class Transfer:
     def _next(self, loading: Mapping[Worker, ray.ObjectRef] = MappingProxyType({})) -> tuple[bool, list[ray.ObjectRef]]:
         """Return whether there is another bucket, and a reference to what each rank made of it.
 
-        `loading` are engines that take part in the broadcast of the bucket before, for which the sending rank waits: their answers
-        are waited for as well, and where one of them fails, this raises its WorkerFailed and not the rank's at its deadline.
+        `loading` are engines that take part in the broadcast of the bucket before, for which the sending rank
+        waits: if one of them fails, this raises its WorkerFailed and not the rank's at its deadline.
         """
         ranks = self.actors.workers
         pairs = [rank.call_for_two("next_bucket") for rank in ranks]
@@ -196,35 +191,35 @@ LEAST_AHEAD = 0.25
 """Requests that a replica has beyond those it samples at once, as a share of them: it never waits for the controller."""
 POLL_S = 2.0
 REPORTS_PER_S = 40
-"""Reports that all replicas together make in a second, at most: one costs the controller about a millisecond, and a
-response that has ended waits so long for others. The engine steps on meanwhile."""
+"""Reports of all replicas in a second, at most: one costs the controller about a millisecond, and a response
+that has ended waits so long for others.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
-    """The configuration of the pool."""
-
     max_num_seqs: int
     sleeps: bool
     """True if engines give their memory back between generation and the next weight transfer."""
     step_timeout_s: float
     max_staleness: int | None = 0
-    """The largest number of versions by which a rollout's token may be older than the engines' weights at hand-over; None
-    if the schedule looks at that."""
+    """The largest number of versions by which a rollout's token may be older than the engines' weights at
+    hand-over; None if the schedule looks at that.
+    """
     keep_cache: bool = False
-    """True if requests keep the keys and values of the old weights after a weight update (see RolloutEngine)."""
+    """True if requests keep the keys and values of the old weights after a weight update."""
     partial_rollout: bool = True
     """True if requests may live through a weight update; else those that have begun end first."""
     starts_asleep: bool = False
-    """True if the engines gave their memory back when they were built, and their weights with it."""
+    """True if the engines gave back their memory, weights included, when they were built."""
 
 
 class ReplicaPool(RequestPool):
     """protocols.RolloutPool over engine replicas in processes of their own. It is used from one thread.
 
-    Replicas may die or freeze at any time (see `Replicas`): what they had not answered is asked of others, with the same
-    seeds, and a new one serves as soon as it has the current weights. Replicas go on sampling what they have been
-    given while the controller does other things; they get more when the pool is called.
+    Replicas may die or freeze at any time (`Replicas`): what they had not answered is asked of others, with
+    the same seeds, and a new one serves as soon as it has the current weights. Replicas sample on while the
+    controller does other things; they get more when the pool is called.
     """
 
     def __init__(
@@ -233,31 +228,28 @@ class ReplicaPool(RequestPool):
         transfer: Transfer | None,
         options: PoolOptions,
     ) -> None:
-        """`transfer` is None in a run whose engines keep the weights of the model's folder."""
         super().__init__(options.max_staleness)
         self.replicas = replicas
         self.transfer = transfer
         self.options = options
         self._actor: ActorRole | None = None
         self._sleeping: set[Worker] = set(replicas.serving) if options.starts_asleep else set()
-        """The replicas that have given their memory back, and have no weights."""
         self._keeps_weights = False
         self._updates_in_flight: bool | None = None
         """True if the engines take weights while requests are unfinished; None as long as none has said so."""
         self._ledger: Ledger[Worker] = Ledger()
         self._polls: dict[ray.ObjectRef, tuple[Worker, StoredBlock]] = {}
-        """The reports that are waited for, by their references, each with its replica and the block that comes with it."""
+        """The reports that are waited for, each with its replica and the block that comes with it."""
         self._quiet_s = 0.0
-        """Seconds that the pool has waited since a response ended."""
 
     # ---- weights -------------------------------------------------------------------------------------
 
     def sync_weights(self, actor: ActorRole) -> Metrics:
-        """Bring every replica to the actor's weights; nothing moves when they are already there.
+        """Bring every replica to the actor's weights; nothing moves if they are already there.
 
-        Unfinished requests go on with the new weights if the engines can take weights between two steps; other
-        engines first end what they have begun and begin nothing meanwhile. A replica that fails on the way is
-        replaced; the others get all tensors, and only replicas that have all of them serve.
+        Unfinished requests go on with the new weights if the engines can take weights between two steps;
+        other engines first end what they have begun and begin nothing meanwhile. A replica that fails on the
+        way is replaced; only those that have all tensors serve.
         """
         self._actor = actor
         self.replicas.let_go()
@@ -274,11 +266,12 @@ class ReplicaPool(RequestPool):
 
     @contextmanager
     def keep_weights(self) -> Iterator[None]:
-        """Ask nothing of the actor inside of this context: another thread works with it. Replicas that come back wait.
+        """Ask nothing of the actor inside of this context: another thread works with it. Replicas that come
+        back wait.
 
-        While the ranks train, they would answer a weight transfer afterwards, with weights that are newer than the version
-        under which the others serve; and calls of two threads could reach the ranks in different orders, each of which then
-        waits in another collective.
+        Ranks that train would answer a weight transfer afterwards, with newer weights than the version under
+        which the others serve; and calls of two threads could reach the ranks in different orders, each of
+        which then waits in another collective.
         """
         self._keeps_weights = True
         try:
@@ -298,7 +291,6 @@ class ReplicaPool(RequestPool):
         return self._updates_in_flight is not False
 
     def _settle(self, calls: Mapping[Worker, ray.ObjectRef], method: str) -> dict[Worker, Any]:
-        """Return the answers of those replicas that answer; the others are lost."""
         return settle(calls, self.options.step_timeout_s, f"rollout.{method}", self.replicas.failed)
 
     def _build_lost(self) -> None:
@@ -307,14 +299,13 @@ class ReplicaPool(RequestPool):
         self._sleeping.update(built if self.options.sleeps else ())
 
     def _update(self, workers: list[Worker], version: int) -> int:
-        """Give these replicas the actor's weights; those that have them serve from now on. Return the bytes moved.
+        """Give these replicas the actor's weights; those that have them serve from now on. Return the bytes
+        moved.
 
-        Those that sleep take memory for their weights before, and for their cache when the actor has given back what it
-        used for the transfer. The phases before this one have given theirs back when they ended.
-
-        Each replica gets three messages: that an update begins (it samples no further, for it will hold tensors of two
-        versions), then every bucket, then that this was all (it checks that nothing is missing, drops or keeps its
-        cache, and samples on under the new version). A replica that fails at any point is left out of what follows.
+        Those that sleep take memory for their weights before, and for their cache when the actor has given
+        back what the transfer used. Each replica is told that an update begins (it samples no further), gets
+        every bucket, and is told that this was all (it checks that nothing is missing, drops or keeps its
+        cache, and samples on under the new version). One that fails is left out of what follows.
         """
         assert self.transfer is not None, "weights move where there is an actor"
         alive = list(workers)
@@ -357,7 +348,6 @@ class ReplicaPool(RequestPool):
         super().forget(ids)
 
     def rest(self) -> None:
-        """Let the engines give their memory back, if they do that and nothing is asked for."""
         if self.options.sleeps and not self._wanted:
             self._sleeping.update(self._settle({worker: worker.call("sleep") for worker in self.replicas.serving}, "sleep"))
 
@@ -402,10 +392,9 @@ class ReplicaPool(RequestPool):
     def _ahead(self) -> int:
         """Return how many requests a replica gets beyond those that it samples at once.
 
-        It is half of its share of those that wait: many in one call while there are many, and in the end so few that
-        no replica is at work for long when the others have none (guided self-scheduling: Polychronopoulos and Kuck
-        1987). If weights change while requests are unfinished, few go ahead: those that wait here are begun with the
-        newest.
+        It is half of its share of those that wait, so that no replica is at work for long when the others
+        have none (guided self-scheduling: Polychronopoulos and Kuck 1987). If weights change while requests
+        are unfinished, few go ahead: those that wait here are begun with the newest.
         """
         most = self.options.max_num_seqs
         share = len(self._ledger.waiting) // (2 * max(1, len(self._ledger.in_flight)))
@@ -424,7 +413,6 @@ class ReplicaPool(RequestPool):
         return bool(counting)
 
     def _admit(self) -> None:
-        """Bring the ledger up to date with the replicas that serve; replacements that are ready get the weights first."""
         self.replicas.let_go()
         if not self.replicas.serving and not self._keeps_weights:
             # Otherwise the next weight transfer is soon enough: the others sample meanwhile.

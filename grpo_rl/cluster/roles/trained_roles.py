@@ -1,11 +1,11 @@
-"""The roles that train, over their worker groups: how a batch is dispatched to ranks, the actor, the critic and the reward model.
+"""The roles that train, over their worker groups: how a batch is dispatched to ranks, the actor, the critic
+and the reward model.
 
-The rollouts are assigned to ranks once a step. Each rank's shard goes into Ray's object store, and every call of the step (old
-log-probs, values, the update) only refers to it: which rows of the shard make which micro-batch, and the columns that did not
-exist when the shard was stored. A process fetches its shard with the first call that refers to it and keeps it
-(`worker_group.Stored`). Remote columns are sent as the places of their values, and a rank fetches its own: tokens and log-probs
-cross processes once, from where they were made into the rank that trains on them. Ray moves values below its limit of 100 KiB in
-its messages, so that smaller blocks pass through the controller's process as bytes, unread.
+The rollouts are assigned to ranks once a step. Each rank's shard goes into Ray's object store; every call of
+the step only refers to it, and brings which rows make which micro-batch, and columns that came later. A
+process fetches its shard once and keeps it (`worker_group.Stored`). Remote columns are sent as the places of
+their values: tokens and log-probs cross processes once, from where they were made to the rank that trains on
+them; values below Ray's limit of 100 KiB pass through the controller's process, unread.
 """
 
 from __future__ import annotations
@@ -62,10 +62,11 @@ class Dispatched:
         mini_batches: Sequence[Sequence[int]] = (),
         units: Sequence[int] | None = None,
     ) -> Dispatched:
-        """Assign the rollouts to ranks, so that each of the mini-batches is even over them, and store each rank's shard.
+        """Assign the rollouts to ranks, so that each of the mini-batches is even over them, and store each
+        rank's shard.
 
-        If the rule shares prompts, a group's rollouts go to one rank, as far as the ranks stay even. Ranks that compute a
-        pass together get one shard for all of them.
+        If the rule shares prompts, a group's rollouts go to one rank, as far as the ranks stay even. Ranks
+        that compute a pass together get one shard for all of them.
         """
         lengths, prompts = batch.sequence_lengths_N.tolist(), _prompts(batch, rule)
         num_shards = len(ranks) // rule.sequence_ranks
@@ -99,10 +100,7 @@ class Dispatched:
         return [[tuple(row[index] for index in indices) for indices in rank] for rank in cut]
 
     def compute(self, rule: MicroBatchRule, method: str, names: Mapping[str, str], *arguments: Any) -> dict[str, RemoteColumn]:
-        """Return columns that `method` of the ranks computes over the whole batch; `names` has their names in the ranks' results.
-
-        The results stay in the object store of the ranks' machines.
-        """
+        """Return columns that ranks compute over the batch: `names` maps them to names in the results of `method`."""
         lengths_N = self.batch.trained_lengths_N
         planned = self.micro_batches((lengths_N > 0).nonzero()[:, 0].tolist(), rule)
         orders = [[shard[row] for rows in rank for row in rows] for shard, rank in zip(self.shards, planned, strict=True)]
@@ -122,13 +120,14 @@ class Dispatched:
         selected: Sequence[Tensor] | None = None,
         zero_advantage_N: Tensor | None = None,
     ) -> Metrics:
-        """Have all ranks take one optimizer step per mini-batch; return their statistics as metrics of their role.
+        """Have all ranks take one optimizer step per mini-batch; return their statistics as metrics of their
+        role.
 
-        `batch` is the one that was dispatched, with the columns `names` that the update reads beside those of the shard.
-        `selected` has, for each mini-batch, a bool for every trained token of the batch. The rollouts of `zero_advantage_N` add
-        nothing to the gradient: they get micro-batches of their own, without a backward pass. All ranks have equally many of
-        either kind, because FSDP's collectives differ. With `whole` the ranks take no step and only add up the gradient of the one
-        mini-batch, which is a part of a step with these counts.
+        `batch` is the one that was dispatched, with the columns `names` that the update reads beside those of
+        the shard. `selected` has, for each mini-batch, a bool for every trained token of the batch. The
+        rollouts of `zero_advantage_N` get micro-batches of their own, without a backward pass. All ranks have
+        equally many of either kind, because FSDP's collectives differ. With `whole` the ranks take no step
+        and only add up the gradient of the one mini-batch, which is a part of a step with these counts.
         """
         forward_only = [False] * batch.num_rollouts if zero_advantage_N is None else zero_advantage_N.tolist()
         alive_N = (batch.trained_lengths_N > 0).tolist()
@@ -167,7 +166,6 @@ class Dispatched:
 
 
 def _prompts(batch: Batch, rule: MicroBatchRule) -> Prompts | None:
-    """Return which rollouts have a prompt in common, those of a group, if the rule shares prompts."""
     return Prompts(batch.group_N.tolist(), batch.prompt_lengths_N.tolist()) if rule.shares_prompts else None
 
 
@@ -192,10 +190,11 @@ def mini_batches(batch: Batch, num_groups: int, seeds: Sequence[int | None]) -> 
 
 
 def combine_stats(results: Sequence[Sequence[dict[str, float]]], counts: Sequence[Counts], role: str) -> Metrics:
-    """Return statistics of ranks and optimizer steps as metrics `role/...`: see `Objective.__call__` for the prefixes.
+    """Return statistics of ranks and optimizer steps as metrics `role/...`: see `Objective.__call__` for the
+    prefixes.
 
-    Means over tokens are divided by the global token count of their step; steps are averaged, maxima taken. What is named
-    `rollout/...` or `rollout_corr/...` keeps its name.
+    Means over tokens are divided by the global token count of their step; steps are averaged, maxima taken.
+    What is named `rollout/...` or `rollout_corr/...` keeps its name.
     """
     per_step: dict[str, list[float]] = defaultdict(list)
     for step, step_counts in enumerate(counts):
@@ -226,16 +225,14 @@ class SavedRole:
     absent: ClassVar[str] = ""
     """The error of a checkpoint without that folder: what it does not have, why, and what to do."""
     own_file: ClassVar[str | None] = None
-    """The file with the state that the role has in the controller; None if it has none."""
+    """The file with the role's state in the controller; None if it has none."""
 
     worker_group: WorkerGroup
 
     def own_state(self) -> dict[str, Any]:
-        """Return the state that the role has in the controller."""
         return {}
 
-    def load_own_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `own_state` returned."""
+    def load_own_state(self, state: dict[str, Any]) -> None: ...
 
     def save(self, folder: Path, in_background: bool = False) -> None:
         """Write the present state, or begin to, beside the training."""
@@ -245,15 +242,11 @@ class SavedRole:
         self.worker_group.call("save", str(folder / self.folder), in_background, *state_files)
 
     def saved(self, wait_s: float) -> Files | None:
-        """Return what the last `save` has written; None when it has not ended within `wait_s`.
-
-        Raises CheckpointError when it failed.
-        """
+        """Return what `save` wrote; None if it has not ended within `wait_s`. Raises CheckpointError."""
         written = self.worker_group.call("saved", wait_s)
         return None if None in written else merge(written, self.folder)
 
     def save_bytes(self) -> int:
-        """Return about how much `save` writes."""
         return sum(self.worker_group.call("save_bytes"))
 
     def load(self, folder: Path) -> None:
@@ -271,15 +264,12 @@ class TrainedRole(SavedRole):
     def __init__(self, worker_group: WorkerGroup, rule: MicroBatchRule, tokenizer: Any = None) -> None:
         self.worker_group, self.rule = worker_group, rule
         self.tokenizer = tokenizer
-        """The tokenizer that is written beside every exported model, if there is one."""
         self._dispatched: Dispatched | None = None
 
     def mini_batches(self, batch: Batch) -> list[list[int]]:
-        """Return the rollouts of each optimizer step."""
         raise NotImplementedError
 
     def units(self, batch: Batch) -> Sequence[int] | None:
-        """Return the unit of each rollout, as `Dispatched.units`."""
         return None
 
     def dispatched(self, batch: Batch) -> Dispatched:
@@ -319,8 +309,6 @@ class TrainedRole(SavedRole):
 
 
 class ActorRole(TrainedRole):
-    """The `protocols.Actor` whose work is done by FSDP2 ranks."""
-
     own_file = "actor.json"
 
     def __init__(
@@ -337,10 +325,8 @@ class ActorRole(TrainedRole):
         super().__init__(worker_group, train_rule, tokenizer)
         self.config, self.forward_rule, self.objective = config, forward_rule, objective
         self.old_from: OldLogprobs = old_logprobs
-        """The process that computes old log-probs, as the plan decided."""
         settings = config.adaptive_entropy
         self.entropy = AdaptiveEntropy(settings.target, settings.delta, config.entropy_coeff) if settings.enable else None
-        """The controller of the weight of the entropy bonus from one batch to the next."""
         self.num_shuffles = 0
         self.version = 0
         """The version of the weights: the number of batches they were trained on."""
@@ -370,7 +356,7 @@ class ActorRole(TrainedRole):
         return self._stepped(metrics, batch.num_trained_tokens)
 
     def forward_backward(self, batch: Batch, whole: Counts) -> None:
-        """Add the gradient of a part of an optimizer step. Raises ValueError for a loss that looks at all of a mini-batch at once."""
+        """Add the gradient of a part of a step. Raises ValueError for a loss over whole mini-batches."""
         looks = {
             "a loss that selects tokens of the mini-batch": self.objective.needs_selection,
             "router_aux_loss_coef, which counts its experts": self.objective.router_aux_loss_coef > 0,
@@ -406,18 +392,16 @@ class ActorRole(TrainedRole):
         return metrics
 
     def own_state(self) -> dict[str, Any]:
-        """Return the version, the position of the shuffle of mini-batches, and the state of the entropy's controller."""
         state: dict[str, Any] = {"num_shuffles": self.num_shuffles, "version": self.version}
         return state if self.entropy is None else state | {"entropy": self.entropy.state_dict()}
 
     def load_own_state(self, state: dict[str, Any]) -> None:
-        """Go on from this state. A run may switch the entropy's controller on when it resumes: it starts from its configured weight then."""
+        """If a resumed run switches the entropy's controller on, it starts from its configured weight."""
         self.num_shuffles, self.version = int(state["num_shuffles"]), int(state["version"])
         if self.entropy is not None and "entropy" in state:
             self.entropy.load_state_dict(state["entropy"])
 
     def units(self, batch: Batch) -> Sequence[int] | None:
-        """Return the pair of each rollout, whose two sides are compared in one micro-batch, if the loss is one over pairs."""
         return batch.group_N.tolist() if self.objective.needs_pairs else None
 
     def mini_batches(self, batch: Batch) -> list[list[int]]:
@@ -444,8 +428,6 @@ class ActorRole(TrainedRole):
 
 
 class CriticRole(TrainedRole):
-    """The `protocols.Critic` whose work is done by FSDP2 ranks."""
-
     folder = "critic"
     absent = (
         "has no critic: it was written by a run whose estimator needed none; go on with that algorithm.adv_estimator, "
@@ -457,11 +439,9 @@ class CriticRole(TrainedRole):
         self.mini_batch_size, self.epochs = mini_batch_size, epochs
 
     def mini_batches(self, batch: Batch) -> list[list[int]]:
-        """Return the rollouts of each optimizer step: whole prompt groups, for every epoch."""
         return mini_batches(batch, self.mini_batch_size, [None] * self.epochs)
 
     def values(self, batch: Batch) -> Batch:
-        """Return the batch with `values_T`."""
         return batch.replace(**self.dispatched(batch).compute(self.rule, "values", {"values_T": "values_T"}))
 
     def update(self, batch: Batch) -> Metrics:
@@ -477,13 +457,10 @@ class CriticRole(TrainedRole):
         return metrics
 
     def forward_backward(self, batch: Batch, whole: Counts) -> None:
-        """Add the gradient of a part of an optimizer step."""
         self.train(batch, columns_read_by("critic"), whole)
 
 
 class TrainedRewardModelRole(TrainedRole):
-    """The `protocols.TrainedRewardModel` whose work is done by FSDP2 ranks."""
-
     folder = "reward_model"
     absent = (
         "has no reward model: it was written by a run that trained none; go on with that trainer.schedule, or start anew with "
@@ -496,7 +473,6 @@ class TrainedRewardModelRole(TrainedRole):
         """True if it learns from pairs, False if from labelled steps."""
 
     def mini_batches(self, batch: Batch) -> list[list[int]]:
-        """Return all rollouts, as one optimizer step."""
         return [list(range(batch.num_rollouts))]
 
     def units(self, batch: Batch) -> Sequence[int] | None:

@@ -1,12 +1,13 @@
-"""The launcher: the process that a user started, from the moment at which a run begins. Its only child is the run's controller.
+"""The launcher: the process that a user started, whose only child is the run's controller.
 
-It passes signals on, says how the controller ended if that could not say so itself (Ray ends a process whose raylet has gone,
-the kernel one that takes too much memory), and ends and removes what is left. All processes of a session inherit the environment
-variable GRPO_SESSION with the session's own random token, so that they are found among all others, whatever group or parent they
-have; the controller itself was forked and shows no such variable. If the launcher is killed, the controller gets SIGTERM.
+It passes signals on, says how the controller ended if that could not say so itself (Ray ends a process whose
+raylet has gone, the kernel one that takes too much memory), and ends and removes what is left. All processes
+of a session inherit the variable GRPO_SESSION with the session's token, and are found by it whatever group or
+parent they have; the controller was forked and shows no such variable. If the launcher is killed, the
+controller gets SIGTERM.
 
-A process that was not launched (a test, a notebook) has one beside it instead, `python launcher.py TOKEN FOLDER PID`, which waits
-for the end of that process and cleans up. So this file needs nothing but Python's library when it is imported.
+A process that was not launched (a test, a notebook) has `python launcher.py TOKEN FOLDER PID` beside it,
+which waits for its end and cleans up: this file imports Python's library alone.
 """
 
 from __future__ import annotations
@@ -27,10 +28,8 @@ from pathlib import Path
 from types import FrameType
 
 TOKEN = "GRPO_SESSION"
-MARKER = "grpo_session"
-"""The file in a temporary folder with the token of its session: no other folder is ever removed."""
-RUN = "run"
-"""The link in a session's folder to the folder of its run."""
+MARKER = "grpo_session"  # the file with the token of its session: no folder without it is removed
+RUN = "run"  # the link to the run's folder
 # Ray puts its sockets below, and a socket's path has at most 107 characters.
 LONGEST_BASE = 15
 CLEAN_S = 10.0
@@ -47,14 +46,14 @@ class Session:
 
     @classmethod
     def new(cls) -> Session:
-        """Return a session with a token that no other has."""
         token, base = secrets.token_hex(16), tempfile.gettempdir()
         return cls(token, Path(base if len(base) <= LONGEST_BASE else "/tmp", f"grpo-{token[:8]}"))
 
     def clean(self, but_not: int | None = None) -> list[int]:
-        """End the processes of the session and remove its folder; return the ids of those that were still there.
+        """End the processes of the session and remove its folder; return the ids of those that were still
+        there.
 
-        Python's own trackers of shared memory get some time to remove it, now that nothing uses it; then they end too.
+        Python's trackers of shared memory get `TRACKER_S` to remove it, now that nothing uses it.
         """
         ended: set[int] = set()
         began = time.monotonic()
@@ -77,16 +76,16 @@ class Session:
 
 
 launches = False
-"""True in the process of a command, which may become a launcher; other callers of `launched` are the controller themselves."""
+"""True in the process of a command; other callers of `launched` are the controller themselves."""
 current: Session | None = None
 """The session of this process, if it is a controller below a launcher."""
 
 
 def launched(work: Callable[[], int]) -> int:
-    """Do the work of a run, which returns an exit code, in a child of this process, the controller; return the code once that has ended.
+    """Do the work of a run in a child of this process, the controller; return its exit code.
 
-    Raises ClusterError for an end that the controller did not report. A process that has loaded torch or has threads does not
-    survive a fork, and does the work itself.
+    Raises ClusterError for an end that the controller did not report. A process that has loaded torch or has
+    threads does not survive a fork, and does the work itself.
     """
     global current
     if not launches or "torch" in sys.modules or threading.active_count() > 1:
@@ -135,7 +134,7 @@ def launched(work: Callable[[], int]) -> int:
 def _explained(code: int, controller: int, session: Session, num_oom_kills: int) -> int:
     """Return the exit code of a controller that ended in good order. Raises ClusterError for any other.
 
-    status.json says how it ended. `num_oom_kills` are those of this machine since the controller began.
+    `num_oom_kills` are those of this machine since the controller began.
     """
     from grpo_rl.errors import EXIT_CODES, ClusterError, Preempted
     from grpo_rl.telemetry.status import Status, read_status
@@ -179,7 +178,7 @@ def processes(token: str) -> Iterator[int]:
 
 
 def remove_segments(folder: Path) -> None:
-    """Remove shared memory of vLLM's processes that no tracker removes: it has the name of a file of theirs in this folder."""
+    """Remove shared memory of vLLM's that no tracker removes: it is named after a file in this folder."""
     for file in folder.glob("**/vllm_dist_*"):
         for segment in Path("/dev/shm").glob(f"{file.name}-*"):
             with contextlib.suppress(OSError):
@@ -187,7 +186,7 @@ def remove_segments(folder: Path) -> None:
 
 
 def is_tracker(pid: int) -> bool:
-    """Return whether this is one of Python's trackers, which remove the shared memory of a process that was killed."""
+    """Return whether this is one of Python's trackers of shared memory."""
     try:
         return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

@@ -1,8 +1,8 @@
-"""The check that the Ray cluster is there, made before Ray connects and all the time while a run uses it; and access to it.
+"""The check that the Ray cluster is there, before Ray connects and while a run uses it, and access to it.
 
-Ray itself waits for a minute, in silence, if nothing listens, and a driver whose raylet has gone never ends. So a
-thread connects to the head and the raylet every LOOK_S; one that takes no connection for longer than a patience is
-lost. Only processes that have a cluster's token are answered. If Ray itself ends this process before, the launcher says so.
+If nothing listens Ray waits for a minute, in silence, and a driver whose raylet has gone never ends. So a
+thread connects to head and raylet every LOOK_S; one that takes no connection for longer than a patience is
+lost.
 """
 
 from __future__ import annotations
@@ -24,15 +24,13 @@ from grpo_rl.errors import ClusterError
 CONNECT_S = 3.0
 LOOK_S = 0.7
 LOCAL_PATIENCE_S = 2.0
-"""Seconds of patience with a local cluster, which does not come back once it has gone."""
+"""A local cluster does not come back once it has gone."""
 REMOTE_PATIENCE_S = 60.0
-"""Seconds that Ray's own processes wait for a head that is started again, or for a network that comes back."""
+"""As long as Ray's own processes wait for a head that is started again, or a network that comes back."""
 NODE_PATIENCE_S = 6.0
-"""Seconds of patience with a node: where its raylet has ended, all that ran on it is gone."""
 KNOWS_TOKENS = (2, 52)
 """The first Ray that can ask for a token."""
 OWN_ADDRESS_S = 1.0
-"""The longest wait for this machine's own address to answer."""
 _HOST_PORT = re.compile(r"(?:ray://)?\[?([^\[\]/]+?)\]?:(\d+)$")
 
 
@@ -55,7 +53,7 @@ def refuse_unreachable(address: str) -> None:
 
 
 def why_not_connected(address: str | None, error: Exception) -> ClusterError:
-    """Return an error, of one line, for a connection that Ray could not make."""
+    """Return the error, of one line, for a connection that Ray could not make."""
     text = str(error)
     where = f"the cluster at {address}" if address else "a local Ray"
     versions = re.findall(r"Ray: (\S+)\s+Python: (\S+)", text)
@@ -73,7 +71,6 @@ def why_not_connected(address: str | None, error: Exception) -> ClusterError:
 
 
 def wrong_token(where: str) -> ClusterError:
-    """Return the error for a cluster that asks for another token, with what to do."""
     installed = version("ray")
     if tuple(map(int, installed.split(".")[:2])) < KNOWS_TOKENS:
         return ClusterError(
@@ -87,7 +84,6 @@ def wrong_token(where: str) -> ClusterError:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, and those that it came from."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -109,7 +105,7 @@ def unanswered(address: tuple[str, int] | str) -> str | None:
 
 
 class ClusterWatch(threading.Thread):
-    """Watches the cluster from a thread of its own: `on_lost` is called once, with the cause, when it has gone."""
+    """Calls `on_lost` once, with the cause, if the cluster has gone."""
 
     def __init__(
         self,
@@ -123,7 +119,6 @@ class ClusterWatch(threading.Thread):
         self.start()
 
     def close(self) -> None:
-        """Stop looking, before the cluster is left in good order."""
         self._over.set()
         self.join(CONNECT_S + LOOK_S)
 
@@ -168,7 +163,7 @@ _METHOD = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 
 
 def _refusal(address: str, headers: Mapping[str, str]) -> Any:
-    """Return grpc's code of the answer to a harmless question with these headers to the cluster at `address`; None: it answers."""
+    """Return grpc's code of the answer to a harmless question with these headers; None: it answers."""
     import grpc
 
     with grpc.insecure_channel(address) as channel:
@@ -180,7 +175,6 @@ def _refusal(address: str, headers: Mapping[str, str]) -> Any:
 
 
 def answers_without_token(address: str) -> bool:
-    """Return whether the cluster at `address` (host:port) answers without a token, and so runs any process's code."""
     # If nothing listens the connection itself will show it.
     return _refusal(address, {}) is None
 
@@ -194,7 +188,7 @@ def refuses_our_token(address: str) -> bool:
 
 
 def own_token() -> str | None:
-    """Return the token that Ray sends from this process, if any: of a variable, of a file that one names, or of the home folder."""
+    """Return the token that Ray sends from this process, if any."""
     if os.environ.get(MODE_VARIABLE, "").lower() != "token":
         return None
     if token := os.environ.get("RAY_AUTH_TOKEN"):

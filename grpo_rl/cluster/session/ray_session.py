@@ -32,7 +32,7 @@ from grpo_rl.rollout.engine_environment import SESSION_FOLDER
 from grpo_rl.run_files import read_json
 
 LEAST_STORE_BYTES = 2 * 2**30
-"""The smallest object store that is chosen: weights travel through it two buckets at a time."""
+"""Weights travel through it two buckets at a time."""
 CLEAN_S = 15.0
 START_S = 120.0
 OF_RAY, LOG_OF_RAY = "ray", "ray.log"
@@ -40,8 +40,9 @@ LOOPBACK = "127.0.0.1"
 STAYS_ON_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's variable for systems without clusters: with 0, Ray does not replace 127.0.0.1 by the machine's address on the network."""
 NEVER_GIVEN_UP = {"RAY_health_check_failure_threshold": str(10**9)}
-"""Ray's head ends a raylet that does not answer for about a minute, as on a machine with far more to do than cores. A
-local cluster has nothing to go on with instead; if its raylet has ended, `liveness.ClusterWatch` notices."""
+"""Ray's head ends a raylet that does not answer for a minute, as on an overloaded machine. A local cluster
+has no other to go on with, and `liveness.ClusterWatch` notices a raylet that has ended.
+"""
 PORTS = range(20_000, 32_768)
 """Below those that the kernel gives to connections, so that nothing takes a free one before Ray does."""
 SIGACTION_BYTES = 512
@@ -54,16 +55,14 @@ _is_set = False
 def set_environment(address: str | None = None) -> None:
     """Set what Ray reads from the environment when it is imported, for a cluster at `address` or a local one.
 
-    A local Ray stays on this machine's loopback, and gets a token, unless the user has named one or switched it off.
-    Ray itself would write one to ~/.ray/auth_token, for all of the user's clusters and readable to all users that may enter
-    that folder: with it, another user of the machine could make Ray run code. A variable can be read by this user's
-    processes only. Raises ClusterError if Ray was imported before, and would not see it.
+    A local Ray stays on the loopback and gets a token, unless the user has named one or switched it off: the
+    one that Ray would write to ~/.ray/auth_token is for all of the user's clusters, and may be readable to
+    others, who could run code with it. Raises ClusterError if Ray was imported before.
     """
     global _is_set
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # A raylet reports each worker that was ended on purpose as a victim of the OOM killer, on the screen. What matters of it is
-    # in the errors that calls to workers raise.
+    # A raylet prints each worker that was ended on purpose as a victim of the OOM killer.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
     if address and not liveness.is_only_on_loopback(address):
         return
@@ -79,7 +78,6 @@ def set_environment(address: str | None = None) -> None:
 
 @contextmanager
 def ray_session(*arguments: Any, **options: Any) -> Iterator[None]:
-    """Connect as `connecting` does, and be connected from the first line on."""
     with connecting(*arguments, **options) as connection:
         connection.connected()
         yield
@@ -95,13 +93,13 @@ def connecting(
     *,
     alone: bool = False,
 ) -> Iterator[Connection]:
-    """Connect to Ray beside whatever the caller does meanwhile, and leave it again.
+    """Connect to Ray beside whatever the caller does meanwhile, and leave it again. `Connection.connected`
+    waits for it.
 
-    `Connection.connected` waits until that is done, and raises ClusterError when it does not work. A local Ray is started by
-    its own command. It has no dashboard, its workers' output stays in log files, and nothing of it outlives this process by
-    more than seconds, however this process ends. `record`, a file, lists what belongs to the session while it lasts.
-    `on_lost` is called by another thread, with the cause, when the cluster has gone. `alone`: only one of the workers
-    computes. What `ray start` prints goes to the file `log`.
+    A local Ray has no dashboard, and nothing of it outlives this process by more than seconds, however that
+    ends. The file `record` lists what belongs to the session. `on_lost` is called in another thread, with the
+    cause, if the cluster has gone. `alone`: only one worker computes. What `ray start` prints goes to the
+    file `log`.
     """
     set_environment(config.address or os.environ.get("RAY_ADDRESS"))
     with watched(record) as folder:
@@ -114,7 +112,7 @@ def connecting(
 
 
 class Connection(threading.Thread):
-    """The connection to Ray, started or found: seconds in which this process mostly waits for others."""
+    """The connection to Ray, started or found: seconds in which this process mostly waits."""
 
     def __init__(
         self,
@@ -132,12 +130,11 @@ class Connection(threading.Thread):
         self._watches: list[liveness.ClusterWatch] = []
         self._error: BaseException | None = None
         self._is_ours = False
-        """True if Ray was started or connected here: one that was there before in this process is left as it is."""
+        """False for a Ray to which this process was connected before."""
         self._tried = threading.Event()
 
     @property
     def is_local(self) -> bool:
-        """True if Ray is started here, for this run alone."""
         return not self._address
 
     def run(self) -> None:
@@ -150,23 +147,21 @@ class Connection(threading.Thread):
 
     @property
     def has_tried(self) -> bool:
-        """Return whether Ray is there, or will not come: then `connected` returns at once."""
         return self._tried.is_set()
 
     def connected(self) -> None:
-        """Wait until Ray is there. Raises ClusterError when it does not come."""
+        """Wait until Ray is there. Raises ClusterError."""
         if not self._tried.wait(START_S):
             raise ClusterError(f"Ray did not start within {START_S:g} s: is this machine, or the cluster's head, very busy?")
         if self._error is not None:
             raise self._error
 
     def watch_nodes(self, raylets: Mapping[str, tuple[str, int]]) -> None:
-        """Watch over these nodes of a cluster as well; a local one has none but its own."""
+        """Watch over these nodes of a cluster as well."""
         if self._on_lost is not None and self._address:
             self._watches.append(liveness.ClusterWatch(raylets, self._on_lost, liveness.NODE_PATIENCE_S))
 
     def close(self) -> None:
-        """Disconnect from Ray. A local one ends with the session."""
         self._tried.wait(START_S)
         for watch in self._watches:
             watch.close()
@@ -198,17 +193,14 @@ class Connection(threading.Thread):
             self._watches.append(liveness.ClusterWatch(places, self._on_lost, patience_s))
 
     def _start(self) -> str:
-        """Start a local Ray, in a session of its own and out of reach of signals, and return its address. Raises ClusterError.
-
-        The address is the loopback's, so that no other machine reaches it. The variables reach all workers.
-        """
+        """Start a local Ray and return its address, the loopback's. Raises ClusterError."""
         port, client_port = free_ports(2)
         store = self._config.object_store_memory or store_bytes(*machine_memory()[:2], shutil.disk_usage("/dev/shm").free)
         options = {
             "node-ip-address": LOOPBACK,
             "port": port,
             "ray-client-server-port": client_port,
-            "min-worker-port": 0,  # any: two sessions of one machine would take the same ones of Ray's range
+            "min-worker-port": 0,  # any: two sessions would take the same ones of Ray's range
             "max-worker-port": 0,
             "num-cpus": self._config.num_cpus or self._num_cpus,
             "object-store-memory": store,
@@ -241,9 +233,10 @@ class Connection(threading.Thread):
 
 @contextmanager
 def kept_answer_to_sigterm() -> Iterator[None]:
-    """Restore the present answer to SIGTERM after the block: with Ray's, a process aborts where a run saves its state.
+    """Restore the present answer to SIGTERM after the block: with Ray's, a process aborts where a run saves
+    its state.
 
-    By sigaction: Python's `signal` works in a main thread only.
+    By sigaction, as Python's `signal` works in a main thread only.
     """
     libc, answer = ctypes.CDLL(None), ctypes.create_string_buffer(SIGACTION_BYTES)
     libc.sigaction(signal.SIGTERM, None, answer)
@@ -266,8 +259,9 @@ def free_ports(count: int) -> list[int]:
 
 @contextmanager
 def watched(record: Path | None = None) -> Iterator[Path]:
-    """Yield a temporary folder of this user's alone. It goes at the end, even if this process is killed, and so does every
-    process that was started meanwhile: the launcher sees to that, or one beside a process that has none above it."""
+    """Yield a temporary folder of this user's alone. At the end, even if this process is killed, it goes, and
+    with it every process that was started meanwhile.
+    """
     session = launcher.current or Session.new()
     session.folder.mkdir(mode=0o700)
     (session.folder / launcher.MARKER).write_text(session.token)
@@ -312,7 +306,8 @@ def _cleaner(session: Session) -> subprocess.Popen[bytes]:
 
 
 def clean_earlier(record: Path) -> list[int]:
-    """End the processes that an earlier run, which left `record`, had left too, and remove its temporary folder; return their ids.
+    """End the processes that an earlier run, which left `record`, had left too, and remove its folder; return
+    their ids.
 
     A run whose controller is alive is left alone: this is a copy of its folder.
     """
@@ -332,8 +327,8 @@ def clean_earlier(record: Path) -> list[int]:
 def store_bytes(free: float, total: float, shared: float) -> int:
     """Return the size of the object store if `free` bytes of memory and `shared` bytes of /dev/shm are free.
 
-    The store takes memory for what is in it and no more, so that room costs nothing. What has no room is written to disk, and
-    a step over 65 million tokens is 0.8 GB of ids and log-probs alone. If /dev/shm is small Ray puts the store into files.
+    The store takes memory only for what is in it. What has no room is written to disk; a step over 65 million
+    tokens is 0.8 GB of ids and log-probs alone. If /dev/shm is small, Ray puts the store into files.
     """
     max_bytes = min(0.3 * min(free, total), 0.8 * shared)
     return max(LEAST_STORE_BYTES, int(max_bytes))

@@ -20,32 +20,31 @@ from grpo_rl.rewards.runtime.process import Job
 from grpo_rl.rewards.runtime.processes import Broken, Done
 
 LOOK_S = 1.0
-"""Seconds after which the process is looked at without a message from it."""
 PATIENCE_S = 5.0
 """Seconds for which a process may be silent beyond the longest time of a request."""
 
 
 class Share(NamedTuple):
-    """What one host may ask of what `reward.judge` allows to all."""
+    """What one host may ask: requests at once, and seconds from one's beginning to the next's."""
 
     num_requests: int
-    """Requests that may run at once."""
     interval_s: float
-    """Seconds from the beginning of one to that of the next."""
 
 
 def share_of(config: JudgeConfig, place: int = 0, num_hosts: int = 1) -> Share:
-    """Return the share of one of so many hosts; if there are more hosts than requests, the last ones may ask nothing."""
+    """Return the share of a host; with more hosts than requests the last ones may ask nothing."""
     interval_s = 0.0 if config.requests_per_minute is None else 60.0 / config.requests_per_minute
     num_requests = (config.max_concurrency + num_hosts - 1 - place) // num_hosts
     return Share(num_requests, interval_s * min(num_hosts, config.max_concurrency))
 
 
 class JudgeProcess:
-    """Asks the judge about jobs as they come; implements `runner.JobPool`, with `done` and `broken` as `RewardProcesses` has them.
+    """Asks the judge about jobs as they come; implements `runner.JobPool`, with `done` and `broken` as
+    `RewardProcesses` has them.
 
-    A process that ends, or says nothing for longer than a request may take, is replaced. If it had several jobs, each of
-    them is asked about again with nothing beside it, so that one which breaks a parser costs the others nothing.
+    A process that ends, or says nothing for longer than a request may take, is replaced. If it had several
+    jobs, each is asked about again with nothing beside it, so that one which breaks a parser costs the others
+    nothing.
     """
 
     def __init__(self, spec: JudgeSpec, done: Done, broken: Broken, log: Path | None = None) -> None:
@@ -54,7 +53,6 @@ class JudgeProcess:
         self._lock, self._ready = threading.Lock(), threading.Event()
         self._waiting: deque[Job] = deque()
         self._suspects: deque[Job] = deque()
-        """Jobs of a process that has ended."""
         self._asked: dict[int, Job] = {}
         self._serials = itertools.count()
         self._heard = time.monotonic()
@@ -65,27 +63,24 @@ class JudgeProcess:
         self._thread.start()
 
     def check_started(self) -> None:
-        """Return when the process is ready. Raises RewardError if it cannot start, or nobody answers at the address."""
         while not self._ready.wait(LOOK_S):
             pass
         if self._broken is not None:
             raise self._broken
 
     def put(self, jobs: Sequence[Job]) -> None:
-        """Have these jobs done; returns at once."""
         with self._lock:
             self._waiting.extend(jobs)
         self._feed()
 
     def allow(self, share: Share) -> None:
-        """Ask within these limits from now on."""
+        """Ask within this share from now on."""
         with self._lock:
             self._share = share
             self._send({"share": share})
         self._feed()
 
     def close(self) -> None:
-        """Kill the process and end the thread; what is pending is given up."""
         self._closed = True
         if self._child is not None:
             self._child.kill()
@@ -146,7 +141,6 @@ class JudgeProcess:
             log.close()
 
     def _started(self, log: OutputLog) -> Child:
-        """A process that can be asked. Raises RewardError if it cannot start."""
         limit = self._spec.memory_limit_gb
         setup = asdict(self._spec) | {"memory_limit": None if limit is None else int(limit * 2**30)}
         child = Child("grpo_rl.rewards.models.judge", setup, log)
@@ -181,7 +175,7 @@ class JudgeProcess:
                 return RewardFailure(ERROR, child.how_it_ended(error))
 
     def _ended(self, cause: RewardFailure) -> None:
-        """Put what a process had aside; a job that was alone in it has failed."""
+        """Set aside what a process had; a job that was alone in it has failed."""
         with self._lock:
             self._child = None
             jobs, self._asked = list(self._asked.values()), {}
@@ -194,7 +188,7 @@ class JudgeProcess:
 
 
 def _outcome_of(message: dict[str, Any]) -> Outcome:
-    """The result in a message, which a parser of a user's may have written."""
+    """Return the result in a message, which a parser of a user's may have written."""
     try:
         if message.get("failure") in KINDS:
             return RewardFailure(message["failure"], str(message.get("cause")))

@@ -1,7 +1,6 @@
-"""A reward process: what it is asked, what its answers mean, and, below, what runs in it.
+"""A reward process: what it is asked, what its answers mean, and, below, what runs in it, without torch.
 
-It is started as `python -m grpo_rl.rewards.runtime.process CHANNEL PARENT`, loads no torch, gets the names of the functions to
-call, and answers on its channel only; what functions print goes to the log that its parent keeps.
+It answers on its channel only; what functions print goes to the log that its parent keeps.
 """
 
 from __future__ import annotations
@@ -40,16 +39,13 @@ class Job:
     """Return the arguments of the functions for each response: a text may lie in another process until it is sent."""
     functions: Sequence[str]
     batched: bool = False
-    """True for a function of lists."""
-    size: int = 0
-    """The characters of a single response."""
+    size: int = 0  # characters of a single response
     outcomes: list[Outcome] = field(default_factory=list)
-    """One of each component, shorter after a failure; of a function of lists, one for each response. Written once, before `done`."""
+    """One of each component, shorter after a failure; of a function of lists, one for each response."""
     failed_as_whole: bool = False
     """True if the call of a function of lists gave nothing, as opposed to single results that are none."""
     done: bool = False
-    seconds: float = 0.0
-    """The time that the functions took."""
+    seconds: float = 0.0  # the time that the functions took
 
     @property
     def is_joint(self) -> bool:
@@ -69,7 +65,7 @@ class Job:
 
 
 def _read_answer(answer: Any) -> Outcome:
-    """One response's result, checked as a function's result is: the function itself may have written it."""
+    """Check a response's result as a function's result is: the function itself may have written it."""
     try:
         if isinstance(answer, dict) and answer.get("failure") in KINDS:
             return RewardFailure(answer["failure"], str(answer.get("cause")))
@@ -81,14 +77,13 @@ def _read_answer(answer: Any) -> Outcome:
 
 
 SENT = ("functions", "audit", "batched", "function_kwargs", "timeout_s")
-"""The settings that a process reads; options are checked against the time that a call may take."""
+"""The settings that a process reads."""
 
 
 class RewardProcess:
     """A reward process. It dies with the thread that started it: start it and ask it in the same one."""
 
     def __init__(self, config: RewardConfig, data_sources: Sequence[str], log: OutputLog) -> None:
-        """Start the process; `wait_until_ready` waits for it."""
         limit = config.memory_limit_gb
         setup = {
             "reward": {name: getattr(config, name) for name in SENT},
@@ -101,11 +96,12 @@ class RewardProcess:
         self._num_answered = 0
 
     def ask(self, jobs: Sequence[Job], told: Callable[[Sequence[Job]], None] = lambda jobs: None) -> Sequence[Job]:
-        """Make these calls, of the same functions, in one message; return those that have no outcome because of another one.
+        """Make these calls, of the same functions, in one message; return those that have no outcome because
+        of another one.
 
-        `told` is called with jobs that are settled, many at once if their answers arrive together. A call has the time
-        `reward.timeout_s` from the end of the one before it. At that deadline the process is killed. Where the process ends
-        by itself, the call that it was at is settled only if it was the first: an earlier one may have broken the process.
+        `told` is called with jobs that are settled. A call has `reward.timeout_s` from the end of the one
+        before it; at that deadline the process is killed. If the process ends by itself, the call that it was
+        at is settled only if it was the first: an earlier one may have broken the process.
         """
         sent, samples, settled = [], [], []
         for job in jobs:
@@ -166,11 +162,12 @@ class RewardProcess:
 
 
 def spared(failed: Job, ask: Callable[[Sequence[Job]], object]) -> list[Outcome]:
-    """Return the outcome of each response from a function of lists; one that makes the call fail costs the others nothing.
+    """Return the outcome of each response from a function of lists; one that makes the call fail costs the
+    others nothing.
 
-    After a call with all of them has `failed`, the function is called with each alone, and then with all that it did not fail
-    for: they get the scores that they would have had if the others had never been written. If it fails for none alone, all
-    have failed.
+    If the call with all of them `failed`, the function is called with each alone, and then with all for which
+    it did not fail: they get the scores that they would have had without the others. If it fails for none
+    alone, all have failed.
     """
     if not (failed.failed_as_whole and failed.is_joint):
         return failed.outcomes
@@ -194,7 +191,7 @@ def spared(failed: Job, ask: Callable[[Sequence[Job]], object]) -> list[Outcome]
 # ---- inside the process ----------------------------------------------------------------------------------
 
 WARM_UP = (("\\boxed{}\n#### 1", "\\frac{3}{4}"), ("\\boxed{2\\sqrt{x}+\\sin y}\n#### 1", "\\sin y+2\\sqrt{x}"))
-"""Harmless responses and truths with which rules load what they need, before a deadline runs."""
+"""Responses and truths with which rules load what they need, before a deadline runs."""
 
 
 def begin(setup: dict[str, Any], parent: Parent) -> Callable[[Any], None]:
@@ -225,7 +222,7 @@ def begin(setup: dict[str, Any], parent: Parent) -> Callable[[Any], None]:
 
 
 def _answer(component: Component, samples: Sequence[Sample]) -> dict[str, Any]:
-    """The message with what one function gives; one whose memory is at its end leaves a process that must be replaced."""
+    """Return the message with a function's result; after one without memory the process must be replaced."""
     started = time.perf_counter()
     try:
         if component.batched:

@@ -1,4 +1,4 @@
-"""The reward processes of one machine: which does what, a deadline for each call, and another in the place of one that ended."""
+"""The reward processes of one machine: a deadline for each call, and replacements of processes that ended."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ MOST_AT_ONCE = 64
 LARGEST_AT_ONCE = 2**20
 """Responses, and characters of them, in one message to a process."""
 SHARES = 2
-"""The divisor of a process's share: it takes one of so many, for each process there is, of the responses that wait."""
+"""Of the responses that wait a process takes one of so many for each process that there is."""
 Done = Callable[[Sequence[Job]], None]
 Broken = Callable[[GrpoRlError], None]
 
 
 class RewardProcesses:
-    """Processes that do jobs as they come; `done` is called with those that are settled, and `broken` if no process can start."""
+    """Processes that do jobs; `done` is called with those that are settled, `broken` if none can start."""
 
     def __init__(
         self,
@@ -36,17 +36,15 @@ class RewardProcesses:
         data_sources: Iterable[str] = (),
         logs: Sequence[Path] = (),
     ) -> None:
-        """Start the processes. They load what the rules for `data_sources` need, and print to `logs`, a file each."""
+        """Processes load what the rules for `data_sources` need, and print to `logs`, a file each."""
         self._config, self._done, self._give_up = config, done, broken
         self._data_sources = list(data_sources)
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._closed = False
-        self._ready: set[int] = set()
-        """Places whose process can be asked."""
+        self._ready: set[int] = set()  # places whose process can be asked
         self._broken: RewardError | None = None
         self._workers: dict[int, RewardProcess] = {}
-        """The process of each place."""
         paths: Sequence[Path | None] = logs or [None] * (config.num_workers or 1)
         self._threads = [threading.Thread(target=self._work, args=place, daemon=True) for place in enumerate(paths)]
         for thread in self._threads:
@@ -54,11 +52,10 @@ class RewardProcesses:
 
     @property
     def pids(self) -> dict[int, int]:
-        """The process id of each place, for code that watches them."""
         return {number: worker.child.pid for number, worker in self._workers.items()}
 
     def check_started(self) -> None:
-        """Return when every process is ready, also those that replace others. Raises RewardError, with the cause, when one cannot start."""
+        """Return when all processes, replacements too, are ready. Raises RewardError if one cannot start."""
         with self._changed:
             while len(self._ready) < len(self._threads) and self._broken is None:
                 self._changed.wait(1.0)
@@ -66,12 +63,10 @@ class RewardProcesses:
                 raise self._broken
 
     def put(self, jobs: Sequence[Job]) -> None:
-        """Have these jobs done; returns at once."""
         for job in jobs:
             self._queue.put(job)
 
     def close(self) -> None:
-        """Kill the processes and end the threads; what is pending is given up."""
         self._closed = True
         for _ in self._threads:
             self._queue.put(None)
@@ -105,7 +100,7 @@ class RewardProcesses:
             log.close()
 
     def _with_others(self, first: Job) -> list[Job]:
-        """The job, and as many that wait and call the same functions as leaves enough for every other process."""
+        """Return the job, and as many alike that wait as leaves enough for every other process."""
         jobs, size = [first], first.size
         share = min(MOST_AT_ONCE, self._queue.qsize() // (SHARES * len(self._threads)))
         while len(jobs) < share and size < LARGEST_AT_ONCE and not first.is_joint:
@@ -120,7 +115,6 @@ class RewardProcesses:
         return jobs
 
     def _start(self, number: int, log: OutputLog) -> RewardProcess:
-        """A process that can be asked. Raises RewardError when it cannot be started."""
         worker = self._workers[number] = RewardProcess(self._config, self._data_sources, log)
         if self._closed:
             worker.child.kill()

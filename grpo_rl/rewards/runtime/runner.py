@@ -1,4 +1,4 @@
-"""Rewards computed beside the sampling: a function of the whole rollout over processes that score single responses."""
+"""Rewards computed beside the sampling, by processes that score single responses."""
 
 from __future__ import annotations
 
@@ -22,35 +22,29 @@ Key = tuple[str, int]
 
 
 class JobPool(Protocol):
-    """Processes that do jobs: those of this machine, or of all nodes of a run. They call what they were made with, in any thread."""
+    """Processes that do jobs, here or on all nodes. They call what they were made with in any thread."""
 
-    def put(self, jobs: Sequence[Job]) -> None:
-        """Have these jobs done; returns at once."""
+    def put(self, jobs: Sequence[Job]) -> None: ...
 
     def check_started(self) -> None:
-        """Return when every process is ready. Raises RewardError, with the cause, when one cannot start."""
+        """Return when every process is ready. Raises RewardError if one cannot start."""
 
-    def close(self) -> None:
-        """End the processes, and give up what is pending."""
+    def close(self) -> None: ...
 
 
 class JobRunner:
-    """Has jobs done for rollouts as they are submitted, one for each."""
-
     def __init__(self, start: Callable[[Done, Broken], JobPool]) -> None:
-        """`start` makes the processes from what they call."""
         self._jobs: dict[Key, tuple[Rollout, Job]] = {}
         self._changed = threading.Condition()
         self._closed = False
         self._broken: GrpoRlError | None = None
         self.on_busy: Callable[[float], None] = lambda _: None
-        """A function called when nothing is left to score, from any thread, with the seconds for which there was something."""
+        """Called in any thread when nothing is left to score, with the seconds that scoring took."""
         self._num_pending, self._busy_since = 0, 0.0
         self.processes = start(self._tell, self._break)
         self.check_started = self.processes.check_started
 
     def job_of(self, rollout: Rollout) -> Job:
-        """Return a new job for this rollout."""
         raise NotImplementedError
 
     def submit(self, rollout: Rollout) -> None:
@@ -65,7 +59,6 @@ class JobRunner:
                 self._put([job])
 
     def close(self) -> None:
-        """End the processes; what is pending is given up."""
         self._closed = True
         self.processes.close()
 
@@ -94,7 +87,6 @@ class JobRunner:
                 self._changed.wait(1.0)
 
     def _put(self, jobs: Sequence[Job]) -> None:
-        """Give new jobs to the processes."""
         with self._changed:
             if self._num_pending == 0 and jobs:
                 self._busy_since = time.perf_counter()
@@ -120,10 +112,9 @@ class JobRunner:
 class RewardRunner(JobRunner):
     """Scores rollouts in reward processes; implements `protocols.Rewarder`.
 
-    A response that is not scored within `reward.timeout_s` costs its process, which is killed with all that it started
-    and replaced; so does one that kills it. What becomes of the rollout is set by `reward.on_failure`. No result
-    depends on which process answers first: functions that take lists are called in `wait`, with all its rollouts in
-    their order.
+    A response that is not scored within `reward.timeout_s`, or that kills its process, costs that process,
+    which is replaced. No result depends on which process answers first: functions of lists are called in
+    `wait`, with all rollouts in their order.
     """
 
     def __init__(
@@ -141,15 +132,14 @@ class RewardRunner(JobRunner):
         super().__init__(start or partial(RewardProcesses, config, **options))
 
     def job_of(self, rollout: Rollout) -> Job:
-        """Return the call of all functions of single responses."""
         return Job([partial(sample_of, rollout)], self._singly, size=len(rollout.text), done=not self._singly)
 
     def wait(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The same rollouts, each with `reward`, `reward_parts` and, if they are read, `steps`, or with `failure`.
+        """Return the rollouts, each with `reward`, `reward_parts` and, if they are read, `steps`, or with
+        `failure`.
 
-        Submits those that were not. The reward of a failed one is chosen by `reward.on_failure`. Raises RewardError,
-        with counts by kind and the first causes, when one failed and the run shall stop, and when all sampled ones
-        have.
+        The reward of a failed one is chosen by `reward.on_failure`. Raises RewardError, with counts by kind
+        and the first causes, if one failed and the run shall stop, or if all sampled ones have.
         """
         samples = [partial(sample_of, rollout) for rollout in rollouts]
         batched_jobs = [Job(samples, [name], batched=True) for name in self._batched] if rollouts else []
@@ -178,11 +168,9 @@ class JudgeRunner(JobRunner):
         super().__init__(start)
 
     def job_of(self, rollout: Rollout) -> Job:
-        """Return the question about a rollout."""
         return Job([partial(judge_sample, rollout)], [], size=len(rollout.text))
 
     def wait(self, rollouts: Sequence[Rollout]) -> list[Outcome]:
-        """Return the judgements. Submits rollouts that were not."""
         return [job.outcomes[0] for job in self._take(rollouts)]
 
 
