@@ -38,9 +38,10 @@ from grpo_rl.models import builtin
 from grpo_rl.models.load import load_tokenizer
 from grpo_rl.registry import check_options, needs_of, options_of
 from grpo_rl.rewards.combined import factors_of, may_score_steps
+from grpo_rl.rewards.compose import LIFTED
 from grpo_rl.trainer.sampled.advantage import estimator_options
 from grpo_rl.trainer.sampled.sampler import ROLLOUTS
-from grpo_rl.trainer.sampled.selection import FILTERS, check_metric
+from grpo_rl.trainer.sampled.selection import FILTERS
 
 ACTS_AT_ONE = ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "negative_low", "negative_high")
 """Options of losses that change the gradient even if every ratio is 1; others bound the ratio."""
@@ -67,11 +68,22 @@ def checks(config: Config) -> Iterator[tuple[str, Callable[[], Any]]]:
     if groups.enable and ":" in groups.metric:
         yield "algorithm.filter_groups.metric: ", lambda: FILTERS.check_call(groups.metric, "group")
     elif groups.enable:
-        yield "algorithm.filter_groups.metric", lambda: check_metric(groups.metric, config)
+        yield "algorithm.filter_groups.metric", lambda: _check_metric(groups.metric, config)
     if data.curriculum is not None:
         yield "data.curriculum: ", lambda: CURRICULA.check_call(data.curriculum or "", "draw")
     if data.retire_above is not None or data.curriculum is not None:
-        yield "data.retire_metric", lambda: check_metric(data.retire_metric, config)
+        yield "data.retire_metric", lambda: _check_metric(data.retire_metric, config)
+
+
+def _check_metric(name: str, config: Config) -> None:
+    """Raise ConfigError for a metric that no reward of this run can have; `function/key` is known only when it is called."""
+    names = list(_factors(config))
+    if names == [""]:
+        return
+    overlong = ["overlong"] if config.reward.overlong_buffer.tokens is not None else []
+    possible = ["score", "seq_reward", *names, *overlong, *LIFTED]
+    if name not in possible and name.partition("/")[0] not in names:
+        raise ConfigError(f"={name}: no part of the reward is called so; one of {', '.join(possible)}")
 
 
 def objective_of(config: Config) -> Objective:

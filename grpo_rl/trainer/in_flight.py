@@ -1,13 +1,12 @@
-"""The groups of a session that are sampled ahead: asked for, taken in, judged if groups are refilled, and handed over as batches.
+"""The groups of a session that are sampled ahead: asked for, judged if groups are refilled, and handed over as batches.
 
-With `algorithm.filter_groups` and refilling, groups are scored as they end, in another thread, one lot of them at a time, and a
-group without a signal gives its place to a further prompt. Which groups are trained follows from the order in which they were
-drawn and the choice of the schedule, never from their length.
+With `algorithm.filter_groups.refill` groups are scored in another thread as they end, and one without a signal gives its place to
+a further prompt. Which groups are trained follows from the order of the draws and the choice of the schedule, never from length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,14 +15,14 @@ from grpo_rl.background import has_ended, in_background
 from grpo_rl.config.derived import gen_batch_size
 from grpo_rl.errors import DataError, NoRewardError
 from grpo_rl.trainer.parts import training_sampling
-from grpo_rl.trainer.sampled.selection import Selected, by_uid
+from grpo_rl.trainer.sampled.selection import by_uid
 from grpo_rl.types import GREEDY, Metrics, Prompt, Rollout
 
 if TYPE_CHECKING:
     from grpo_rl.trainer.session import Session
 
 LOOK_S = 0.05
-"""Seconds for which responses are waited for before another look at the training beside which they are sampled."""
+"""Seconds for which responses are waited for before another look at the training that goes on."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,19 +30,18 @@ class Group:
     """The responses to one prompt, from the draw to the training."""
 
     batch: int
-    """The number, from 1, of the batch of prompts that it was drawn in, with which its sampling is seeded."""
+    """The number, from 1, of its batch of prompts, with which its sampling is seeded."""
     row: int
     prompt: Prompt
     asked_at: int = -1
-    """The version of the engines' weights when it was asked for: none of its tokens is older. -1: not asked for yet."""
+    """The engines' version when it was asked for: none of its tokens is older. -1: not asked for yet."""
     ids: Sequence[str] = ()
     """The names of its responses in the pool."""
     missing: int = 0
-    """The number of responses that were asked for and have not ended."""
     rollouts: list[Rollout] = field(default_factory=list)
 
     def ordered(self) -> list[Rollout]:
-        """Return the responses by sample, the greedy one last, in whatever order they ended."""
+        """Return the responses by sample, the greedy one last."""
         return sorted(self.rollouts, key=lambda rollout: (rollout.sample_index == GREEDY, rollout.sample_index))
 
 
@@ -52,10 +50,9 @@ Choose = Callable[[Sequence[Group], Sequence[Group], int], list[Group] | None]
 
 
 class InFlight:
-    """The groups between draw and training, in the order in which their prompts were drawn.
+    """The groups between draw and training.
 
-    A checkpoint contains them as a list of prompts: a run that resumes asks for all of them again, so that none is lost and
-    none is trained twice.
+    A checkpoint contains their prompts: a run that resumes asks for all of them again, so that none is lost or trained twice.
     """
 
     def __init__(self, session: Session) -> None:
@@ -67,22 +64,25 @@ class InFlight:
         """True if a batch has the first groups that were drawn, and with refilling the whole of a draw is asked for."""
         self.has_taken = False
         """True once the batch of the step was taken: what is drawn then is for later steps."""
+        self.rejected: list[Rollout] = []
+        """What was scored for the batch that was taken last, and is not trained."""
+        self.refilling: Metrics = {}
+        """How the batch that was taken last came about."""
         self.num_batches = 0
         """The number of batches of prompts that were drawn."""
         self._set_groups([])
 
-    def _set_groups(self, groups: list[Group]) -> None:
-        self.groups = groups
+    def _set_groups(self, groups: Iterable[Group]) -> None:
+        self.groups = {group.prompt.uid: group for group in groups}
+        """All groups by the uid of their prompt, in the order in which they were drawn."""
         self.ready: dict[Group, None] = {}
-        """Those that can be trained, in the order in which that was known: all of their responses have ended, and they have a
-        signal if that is asked for."""
+        """Those that have ended, with a signal if that is asked for, in the order in which that was known."""
         self._unjudged: list[Group] = []
-        """Those whose responses have ended, and of which nobody has looked yet whether they can be trained."""
+        """Those that have ended, and of which nobody knows yet whether they have a signal."""
         self._judging: tuple[list[Group], Future[list[Rollout]]] | None = None
         self._untrained: list[Group] = []
         """The groups without a signal that were found for the batch that is taken next."""
-        self._num_draws = self._num_surplus = self._num_failed = 0
-        self._by_uid: dict[str, Group] = {}
+        self._num_draws = self._num_failed = 0
         self._unfinished = 0
         """The number of responses that were asked for and have not ended."""
         self._since: float | None = None
@@ -92,10 +92,10 @@ class InFlight:
     # ---- asking ------------------------------------------------------------------------------------------------
 
     def top_up(self) -> None:
-        """Draw prompts and ask for their responses, as many as there is room for and steps in which they would be trained.
+        """Draw prompts and ask for their responses, as many as there is room for and the steps left train.
 
-        Raises DataError for a row that cannot be used, and if too few groups have a signal; never once the batch of the step was
-        taken, which ends with the weights of its step: the next step meets the same row.
+        Raises DataError for a row that cannot be used, and if too few groups have a signal, unless the batch of the step was
+        taken: the next step meets the same row.
         """
         session, refills = self.session, self.selection.refills
         steps_left = session.total_steps - session.step + 1 - self.has_taken
@@ -107,20 +107,20 @@ class InFlight:
                     raise self._too_few()
                 drawn = self.selection.prompts()
                 self.num_batches, self._num_draws = self.num_batches + 1, self._num_draws + 1
-                # Of one step all that is drawn has the same seed if it is refilled, as in `sync`.
+                # With refilling all draws of a step have the same seed, as in `sync`.
                 number = session.step if refills else self.num_batches
-                self.groups += [Group(number, row, prompt) for row, prompt in drawn]
+                self.groups |= {prompt.uid: Group(number, row, prompt) for row, prompt in drawn}
             if refills and len(self.groups) < min(self.batch_size, num_wanted):
                 raise self._too_few("; all other prompts are retired")
         except DataError:
             if not self.has_taken:
                 raise
         asks_all = refills and self.in_order and len(self.groups) > num_groups
-        self._ask([group for group in self.groups[: None if asks_all else self.room] if group.asked_at < 0])
+        self._ask([group for group in list(self.groups.values())[: None if asks_all else self.room] if group.asked_at < 0])
 
     def _too_few(self, more: str = "") -> DataError:
-        num_ready, num_untrained = len(self.ready), len(self._untrained)
-        return DataError(self.selection.too_few(num_ready, num_ready + num_untrained, self._num_draws) + more)
+        num_ready = len(self.ready)
+        return DataError(self.selection.too_few(num_ready, num_ready + len(self._untrained), self._num_draws) + more)
 
     def _ask(self, new: list[Group]) -> None:
         session, n = self.session, self.session.config.actor_rollout_ref.rollout.n
@@ -132,18 +132,17 @@ class InFlight:
             for number, group in enumerate(groups):
                 group.asked_at, group.missing = version, size
                 group.ids = ids[number * size : (number + 1) * size]
-                self._by_uid[group.prompt.uid] = group
         if new:
             self._count(len(new) * size)
 
     def _count(self, change: int) -> None:
-        """Count so many more responses that have not ended, and note when they become none or some."""
+        """Add to the responses that have not ended, and note when they become none or some."""
         if not self._unfinished or self._unfinished + change == 0:
             self._note_load()
         self._unfinished += change
 
     def _note_load(self) -> None:
-        """Record how long there were requests until now, or add up how long there were none."""
+        """Record the time with requests until now, or add up the time without any."""
         timeline = self.session.output.timeline
         now_s = timeline.now()
         if self._since is not None and self._unfinished:
@@ -155,10 +154,7 @@ class InFlight:
     # ---- which groups can be trained -----------------------------------------------------------------------------
 
     def wait(self, enough: Callable[[], bool], training: Future[Any] | None = None) -> None:
-        """Take in responses as they end, hand them to the rewards, and look which groups can be trained, until there is enough.
-
-        `training` is the work that is done meanwhile, whose end is to be noticed when it comes.
-        """
+        """Take in responses and hand them to the rewards until there is enough, or `training`, the work beside it, has failed."""
         session = self.session
         total = None if self.selection.refills or training else self._unfinished
         on_end = session.progress.counting(session.rewarder.submit, total)
@@ -170,10 +166,10 @@ class InFlight:
             if enough():
                 return
             assert self._unfinished or is_judging or training, "all that was asked for has ended, and it was asked for enough"
-            # While something is judged, more may be wanted although nothing ends: then the wait is a short one.
+            # While something is judged, more may be wanted although nothing ends.
             wait_s = LOOK_S if is_judging or training else None
             for rollout in session.rollout.completed(wait_s) if self._unfinished else ():
-                group = self._by_uid[rollout.prompt.uid]
+                group = self.groups[rollout.prompt.uid]
                 group.rollouts.append(rollout)
                 group.missing -= 1
                 self._count(-1)
@@ -188,7 +184,7 @@ class InFlight:
         self.wait(lambda: self._unfinished == 0 and self._judging is None)
 
     def sample_beside(self, training: Future[Metrics]) -> Metrics:
-        """Keep sampling until the training has ended, and return its metrics and how long there was nothing to sample."""
+        """Keep sampling until the training has ended. Returns its metrics, and how long there was nothing to sample."""
         try:
             self.wait(training.done, training)
         finally:
@@ -200,10 +196,7 @@ class InFlight:
         return training.result(0) | waits
 
     def _look(self, wait_s: float) -> bool:
-        """Take in the rewards of groups that have ended, and replace those without a signal; return whether others are being scored.
-
-        It waits `wait_s` at most.
-        """
+        """Wait `wait_s` for rewards, and replace the groups without a signal. Returns whether others are being scored."""
         if not self.selection.refills:  # all are trained
             self.ready |= dict.fromkeys(self._unjudged)
             self._unjudged = []
@@ -223,12 +216,12 @@ class InFlight:
             rewarded = by_uid(scoring.result(0))
             self._num_failed = 0
         except NoRewardError:
-            # Of a whole batch of groups it is an error, and of a few that ended together it may happen.
+            # Of a few groups that ended together it may happen, of a whole batch it is an error.
             self._num_failed += len(groups)
             if self._num_failed >= self.batch_size:
                 raise
             rewarded = by_uid([rollout for rollout in _rollouts(groups) if rollout.sample_index != GREEDY])
-        groups = [group for group in groups if self._by_uid.get(group.prompt.uid) is group]
+        groups = [group for group in groups if self.groups.get(group.prompt.uid) is group]
         for group in groups:
             group.rollouts = rewarded[group.prompt.uid]
         self.selection.note({group.prompt.uid: group.row for group in groups}, _rollouts(groups))
@@ -241,7 +234,7 @@ class InFlight:
     # ---- a batch -----------------------------------------------------------------------------------------------
 
     def take(self, choose: Choose | None) -> list[Group]:
-        """Wait for the groups of the next batch, and return them as they were drawn; they leave the others."""
+        """Wait for the groups of the next batch, and return them as they were drawn."""
         batch: list[Group] | None = None
 
         def is_there() -> bool:
@@ -253,39 +246,37 @@ class InFlight:
         assert batch is not None
         self._remove(batch)
         self.has_taken, self.room = True, max(0, self.room - self.batch_size)
-        if self.selection.refills and self.in_order:  # further groups of the last draw are dropped, as in `sync`
-            surplus = [group for group in self.groups if group.asked_at >= 0]
-            self._num_surplus = len(surplus)
-            # What was scored shows how good the policy is, as in a batch of `sync`.
+        if self.selection.refills:
+            # Further groups of the last draw are dropped, and those that were scored count in the metrics, as in `sync`.
+            surplus = self.requested() if self.in_order else []
             self._untrained += [group for group in surplus if group in self.ready]
             self._remove(surplus)
+            self.rejected = _rollouts(self._untrained)
+            num_groups = len(batch) + len(self._untrained)
+            self.refilling = self.selection.metrics(len(batch), num_groups, self._num_draws)
+            self.refilling["filter_groups/surplus_groups"] = float(len(surplus))
+            self._untrained, self._num_draws = [], 0
         return batch
 
     def _next(self, choose: Choose | None) -> list[Group] | None:
         if choose is None:
-            first = self.groups[: self.batch_size]
+            first = list(self.groups.values())[: self.batch_size]
             return first if all(group in self.ready for group in first) else None
-        requested = [group for group in self.groups if group.asked_at >= 0]
+        requested = self.requested()
         size = min(self.batch_size, len(self.groups if self.selection.refills else requested))
         chosen = choose(list(self.ready), requested, size)
-        return None if chosen is None else [group for group in self.groups if group in chosen]
+        return None if chosen is None else [group for group in self.groups.values() if group in chosen]
 
-    def refilled(self, groups: list[Group]) -> Selected:
-        """Return what is trained of these groups, which were taken, beside those without a signal that were found for them."""
-        selected = self.selection.refilled(_rollouts(groups), _rollouts([*groups, *self._untrained]), self._num_draws)
-        selected.metrics["filter_groups/surplus_groups"] = float(self._num_surplus)
-        self._untrained, self._num_draws, self._num_surplus = [], 0, 0
-        return selected
+    def requested(self) -> list[Group]:
+        """Return the groups that were asked for and not handed over."""
+        return [group for group in self.groups.values() if group.asked_at >= 0]
 
-    def _remove(self, groups: Collection[Group]) -> None:
-        """Let go of these groups; responses of theirs that are being sampled are forgotten."""
+    def _remove(self, groups: Iterable[Group]) -> None:
         self._forget(groups)
         for group in groups:
-            self._by_uid.pop(group.prompt.uid, None)
+            self.groups.pop(group.prompt.uid)
             self.ready.pop(group, None)
-        gone = set(groups)
-        self.groups = [group for group in self.groups if group not in gone]
-        self._unjudged = [group for group in self._unjudged if group not in gone]
+        self._unjudged = [group for group in self._unjudged if group.prompt.uid in self.groups]
 
     def _forget(self, groups: Iterable[Group]) -> None:
         """Let the pool forget the responses of these groups that are being sampled."""
@@ -303,15 +294,15 @@ class InFlight:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the prompts that were drawn and not trained: batch, row and uid of each."""
-        waiting = [[group.batch, group.row, group.prompt.uid] for group in self.groups]
+        waiting = [[group.batch, group.row, group.prompt.uid] for group in self.groups.values()]
         return {"num_batches": self.num_batches, "waiting": waiting}
 
     def load_state_dict(self, state: dict[str, Any], *, same_data: bool) -> None:
-        """Go on from this state; what was drawn and not trained is asked for again, unless it is of data that have changed."""
-        self._forget(self.groups)
+        """Go on from this state, without prompts of data that have changed."""
+        self._forget(self.groups.values())
         self.num_batches = int(state["num_batches"])
         rows = [(int(batch), int(row), str(uid)) for batch, row, uid in state["waiting"]] if same_data else []
-        self._set_groups([Group(batch, row, self.selection.data.prompt(row, uid)) for batch, row, uid in rows])
+        self._set_groups(Group(batch, row, self.selection.data.prompt(row, uid)) for batch, row, uid in rows)
 
 
 def _rollouts(groups: Iterable[Group]) -> list[Rollout]:

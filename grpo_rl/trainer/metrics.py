@@ -1,4 +1,4 @@
-"""Metrics of rollouts, of batches, and of the phases of a step."""
+"""Metrics of rollouts and batches."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from grpo_rl.trainer.sampled.trained import failure_metrics
 from grpo_rl.types import TRUNCATED, Batch, Metrics, Rollout
 
 COUNTS = ("tool_calls", "failed_calls", "malformed_calls")
-"""Counts that every run with episodes has, though they may be 0."""
+"""Counts that every run with episodes has."""
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:
-    """Return rewards, their parts with their spread over the step, how many responses were cut off, and how many rewards failed."""
+    """Return means and spreads of rewards and their parts, the share of responses that were cut off, and failures of rewards."""
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     metrics = failure_metrics(rollouts)
     if rewards:
         metrics |= {"reward/mean": _mean(rewards), "reward/max": max(rewards), "reward/min": min(rewards)}
         metrics["reward/std"] = float(np.std(rewards))
-    metrics |= episode_metrics([rollout for rollout in rollouts if rollout.episode is not None])
+    metrics |= episode_metrics(rollouts)
     metrics["response_length/clip_ratio"] = _mean([float(rollout.finish_reason == "length") for rollout in rollouts])
-    # One per prompt, which has as many equal ones as it has rollouts.
     baselines = {rollout.prompt.uid: rollout.baseline for rollout in rollouts if rollout.baseline is not None}
     if baselines:
         metrics["reward/greedy_baseline_mean"] = _mean(list(baselines.values()))
@@ -41,10 +40,9 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:
 
 
 def episode_metrics(rollouts: Sequence[Rollout]) -> Metrics:
-    """Return how the episodes went: turns, calls, waits for environments, how they ended, and what environments report.
+    """Return turns, calls, waits for environments and endings of episodes, and what environments report; empty without any.
 
-    Counts are per episode; `episode/truncated_*` and `episode/failed` are shares. Of `env/NAME` it is the mean of the last
-    values. Nothing without episodes.
+    Counts are per episode; `episode/truncated_*` and `episode/failed` are shares, `env/NAME` the mean of the last values.
     """
     episodes = [(rollout.episode, rollout) for rollout in rollouts if rollout.episode is not None]
     if not episodes:
@@ -72,10 +70,7 @@ def episode_metrics(rollouts: Sequence[Rollout]) -> Metrics:
 
 
 def batch_metrics(batch: Batch, timer: Timer) -> Metrics:
-    """Return lengths and throughput; tokens per second count prompts and responses over the whole step.
-
-    `rollout/support_mean`: tokens that top_p, top_k and min_p leave to sample from.
-    """
+    """Return lengths and throughput. `rollout/support_mean`: the tokens that top_p, top_k and min_p leave to sample from."""
     lengths_N = batch.response_lengths_N
     support: Metrics = {}
     if batch.support_ids_M is not None and batch.num_trained_tokens:
@@ -91,16 +86,15 @@ def batch_metrics(batch: Batch, timer: Timer) -> Metrics:
 
 
 def throughput(batch: Batch, timer: Timer) -> Metrics:
-    """Return how many tokens the step has, and how many in a second of its phases so far."""
+    """Return the number of tokens of prompts and responses, and how many a second of the step's phases."""
     num_tokens = float(len(batch.token_ids_S))
     return {"perf/total_num_tokens": num_tokens, "perf/tokens_per_s": num_tokens / max(1e-9, timer.total())}
 
 
 def staleness_metrics(rollouts: Sequence[Rollout], version: int) -> Metrics:
-    """Return how many versions the tokens' weights are older than those of `version`, which they train.
+    """Return how many versions the tokens' weights are older than `version`, which they train: over tokens; empty without any.
 
-    `staleness/min`, `mean` and `max` are over tokens, and `stale_token_fraction` is the share of those that are older at all.
-    Nothing without tokens.
+    `stale_token_fraction` is the share of those that are older at all.
     """
     tokens: dict[int, int] = defaultdict(int)
     for rollout in rollouts:
@@ -118,14 +112,13 @@ def staleness_metrics(rollouts: Sequence[Rollout], version: int) -> Metrics:
 
 
 def pair_metrics(pairs: Sequence[tuple[Rollout, Rollout]], num_groups: int) -> Metrics:
-    """Return how many groups make a pair, which share of them makes none, and how far the rewards of a pair's sides lie apart."""
     metrics = {"pairs/num_pairs": float(len(pairs)), "pairs/tied_fraction": 1.0 - len(pairs) / max(1, num_groups)}
     gaps = [best.reward - worst.reward for best, worst in pairs if best.reward is not None and worst.reward is not None]
     return metrics | ({"pairs/reward_gap": _mean(gaps)} if gaps else {})
 
 
 def logged_advantages(sampled: Sequence[Rollout], trained: Sequence[Rollout], batch: Batch | None) -> list[float | None]:
-    """Return one number for each of `sampled`: the advantage of its last token, None if it is not among `trained`, the rollouts of `batch`."""
+    """Return the advantage of each rollout's last token, None if it is not among `trained`, the rollouts of `batch`."""
     if batch is None:
         return [None] * len(sampled)
     lengths_N = batch.trained_lengths_N

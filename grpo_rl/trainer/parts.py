@@ -1,4 +1,4 @@
-"""The parts that a run and its session share: the roles that were started, the receivers of what is shown, and a step."""
+"""What a run and its session share: the roles that were started, the receivers of what is shown, a step, its sampling."""
 
 from __future__ import annotations
 
@@ -45,18 +45,16 @@ class Roles:
     rollout: RolloutPool | None = None
     rewarder: Rewarder | None = None
     audit: Audit | None = None
-    """The scorer of a part of each step's responses that nothing is trained on."""
     reference: Reference | None = None
     teacher: Teacher | None = None
     critic: Critic | None = None
     reward_model: TrainedRewardModel | None = None
-    """The reward model of a schedule that trains it; that of others is a part of the rewarder."""
+    """The reward model of a schedule that trains it."""
     recoveries: Callable[[], Metrics] = dict
-    """A function that returns how often workers failed and came back since the last call."""
+    """Returns how often workers failed and came back since the last call."""
     instruments: StepInstruments | None = None
-    """The instruments of the workers, which measure every step and trace chosen ones."""
     replays: list[Saved] = dataclasses.field(default_factory=list)
-    """What the session trains again, which is a part of a checkpoint and no role."""
+    """What the session trains again: a part of a checkpoint, and no role."""
 
     def with_state(self) -> list[Saved]:
         """Return what a checkpoint holds: the roles that are trained, a reference that moves, what is replayed."""
@@ -76,9 +74,7 @@ class Output:
     status: Status = dataclasses.field(default_factory=Status)
     stop: Stop = dataclasses.field(default_factory=Stop)
     timeline: Timeline = dataclasses.field(default_factory=Timeline)
-    """The record of which role was busy when, open to any thread. The default keeps nothing."""
     page: PageBeside = dataclasses.field(default_factory=PageBeside)
-    """The process that writes the run's page. The default writes none."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -86,25 +82,25 @@ class Step:
     """One training step of a loop."""
 
     number: int
-    """1 for the first step of the run."""
+    """From 1 on."""
     validates: bool = False
     """True if the policy is validated after this step."""
     metrics: Metrics = dataclasses.field(default_factory=dict)
 
     def log(self, metrics: Metrics) -> None:
-        """Add these metrics to those of the step, which are logged when it ends."""
+        """Add metrics to those that are logged when the step ends."""
         self.metrics |= metrics
 
 
 def is_due(step: int, frequency: int) -> bool:
-    """Return whether what happens every `frequency` steps happens after this one; -1 is never."""
+    """Return whether what happens every `frequency` steps (-1: never) happens after this one."""
     return frequency > 0 and step % frequency == 0
 
 
 def training_sampling(config: Config, step: int) -> Sampling:
-    """Return the sampling parameters of one training step, or those that validation starts from (`step=VALIDATION`).
+    """Return the sampling parameters of a training step, or those that validation starts from (`step=VALIDATION`).
 
-    The step is mixed into the seed; the rollout pool mixes in prompt and sample.
+    The seed depends on the step; the rollout pool mixes in prompt and sample.
     """
     rollout = config.actor_rollout_ref.rollout
     return Sampling(
@@ -115,7 +111,6 @@ def training_sampling(config: Config, step: int) -> Sampling:
         min_p=rollout.min_p,
         keep_support=True,
         ignore_eos=rollout.ignore_eos,
-        # Far from the seeds of other steps and runs.
         seed=((rollout.seed or 0) * 1_000_003 + step * 7_919 + 17) & 0x7FFF_FFFF_FFFF_FFFF,
     )
 

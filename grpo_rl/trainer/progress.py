@@ -1,4 +1,4 @@
-"""The display of the step that is going on: its phase, and how many responses there are already."""
+"""The display of a step: its phases, with their seconds, and its responses."""
 
 from __future__ import annotations
 
@@ -32,34 +32,29 @@ PHASES: dict[str, tuple[str, Role]] = {
 
 
 class StepProgress:
-    """Notes beside the bar of the training steps, and intervals of its phases. Without a bar nothing is shown."""
+    """Notes beside the bar of the training steps, if there is one, and intervals of its phases."""
 
     def __init__(self, bar: Bar | None = None, on_phase: Callable[[str], None] = lambda _: None) -> None:
         self.bar = bar or Bar()
         self.on_phase = on_phase
-        """A function called with the name of each phase before it begins."""
         self.timeline = Timeline()
-        """The record of which role was busy when; the run sets its own."""
 
     def timer(self) -> Timer:
-        """Return a timer whose phases are shown as they begin, and recorded in the timeline as they end."""
         return Timer(self.phase, self._ended)
 
     def _ended(self, phase: str, seconds: float) -> None:
         self.timeline.ended(PHASES[phase][1] if phase in PHASES else "controller", phase, seconds)
 
     def phase(self, name: str) -> None:
-        """Show that this phase of the step has begun."""
         self.on_phase(name)
         fault_point("driver.phase", phase=name)
         self.bar.advance(0, PHASES[name][0] if name in PHASES else name)
 
     def done(self, steps: int = 1) -> None:
-        """Move on by so many steps."""
         self.bar.advance(steps, "")
 
     def counting(self, submit: Callable[[Rollout], None], total: int | None = None) -> Callable[[Rollout], None]:
-        """Return `submit` with a note of how many of the `total` responses it has been called with; None shows no note."""
+        """Return `submit`, which notes how many of the `total` responses have ended, if there is a total."""
         count, every = 0, max(1, (total or 0) // 1000)
 
         def submit_and_count(rollout: Rollout) -> None:
@@ -74,7 +69,7 @@ class StepProgress:
 
 
 class Timer:
-    """Wall-clock seconds of named phases; `announce` is called with the name of each as it begins, `ended` with its seconds too."""
+    """Wall-clock seconds of named phases, which are announced as they begin and reported as they end."""
 
     def __init__(
         self, announce: Callable[[str], None] = lambda _: None, ended: Callable[[str, float], None] = lambda *_: None
@@ -94,16 +89,13 @@ class Timer:
             self.ended(phase, seconds)
 
     def total(self) -> float:
-        """Return the seconds of all phases together."""
         return sum(self.seconds.values())
 
     def metrics(self) -> Metrics:
-        """Return `timing_s/<phase>` of every phase."""
         return {f"timing_s/{phase}": seconds for phase, seconds in self.seconds.items()}
 
 
 def advancing(bar: Bar, submit: Callable[[Rollout], None]) -> Callable[[Rollout], None]:
-    """Return `submit`, which moves `bar` on by one with each call."""
 
     def submit_and_advance(rollout: Rollout) -> None:
         submit(rollout)

@@ -1,7 +1,4 @@
-"""What a run has sampled and learns again: pairs of a reward model's earlier iterations, and groups with rare successes.
-
-Both are parts of a checkpoint, a file with one JSON row for each.
-"""
+"""What a run has sampled and learns again: pairs of a reward model's earlier iterations, and groups with rare successes."""
 
 from __future__ import annotations
 
@@ -23,11 +20,10 @@ from grpo_rl.trainer.sampled.selection import by_uid
 from grpo_rl.types import Metrics, Prompt, Rollout
 
 _ROW_BYTES = 4096
-"""About the bytes of a row in a checkpoint."""
 _COLUMNS = (
     "sample_index", "response_ids", "rollout_logprobs", "finish_reason", "versions", "reward", "reward_parts", "baseline", "steps", "masked",
 )  # fmt: skip
-"""What a row has of each response; its text is not trained."""
+"""What a row of the file has of each response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,26 +33,21 @@ class Kept:
     since: int
     """The step, or the iteration, that learnt them first."""
     number: int
-    """How many the run had seen before."""
     rollouts: Sequence[Rollout]
 
     @classmethod
     def of(cls, since: int, number: int, rollouts: Sequence[Rollout]) -> Kept:
-        """Return copies of rollouts: the tokens of others lie in a block that is freed when its step is over."""
-        copies = [
-            replace(
-                rollout,
-                response_ids=np.array(rollout.response_ids),
-                rollout_logprobs=np.array(rollout.rollout_logprobs),
-                text="",
-            )
-            for rollout in rollouts
-        ]
-        return cls(since, number, copies)
+        """Return copies of rollouts, whose tokens lie in a block that is freed when its step is over."""
+
+        def copied(rollout: Rollout) -> Rollout:
+            ids, logprobs = np.array(rollout.response_ids), np.array(rollout.rollout_logprobs)
+            return replace(rollout, response_ids=ids, rollout_logprobs=logprobs, text="")
+
+        return cls(since, number, list(map(copied, rollouts)))
 
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> Kept:
-        """Return what `row` wrote."""
+        """Return what `row` wrote. Raises ValueError for values that no rollout has."""
         prompt = Prompt(**row["prompt"])
         for rollout in row["rollouts"]:
             rollout["versions"] = tuple(map(tuple, rollout["versions"]))
@@ -66,7 +57,7 @@ class Kept:
         return group
 
     def check(self) -> None:
-        """Raise ValueError for values that no rollout has: a checkpoint may come from somebody, its digests made anew."""
+        """Raise ValueError for values that no rollout has: a checkpoint may come from somebody else."""
         if not any(isinstance(rollout.reward, int | float) for rollout in self.rollouts):
             raise ValueError("a row has no response with a reward")
         for rollout in self.rollouts:
@@ -82,7 +73,6 @@ class Kept:
                 raise ValueError("a log-prob or a reward is no finite number")
 
     def row(self) -> dict[str, Any]:
-        """Return the row of the file."""
         prompt = self.rollouts[0].prompt
         about = {name: _plain(getattr(prompt, name)) for name in ("uid", "token_ids", "text", "data_source")}
         rows = [{name: _plain(getattr(rollout, name)) for name in _COLUMNS} for rollout in self.rollouts]
@@ -102,7 +92,7 @@ class Replay:
         self._written: Files = {}
 
     def save(self, folder: Path, in_background: bool = False) -> None:
-        """Write all of it, which is done when this returns: a few megabytes at most."""
+        """Write all of it, a few megabytes at most, before this returns."""
         head = {"num_seen": self.num_seen}
         lines = [json.dumps(row, ensure_ascii=False) for row in (head, *(group.row() for group in self.kept))]
         data = "\n".join([*lines, ""]).encode("utf-8", "backslashreplace")
@@ -112,11 +102,10 @@ class Replay:
         return self._written
 
     def save_bytes(self) -> int:
-        """Return about how much `save` writes once it is full."""
         return self.capacity * _ROW_BYTES
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote. Raises CheckpointError for a checkpoint without it, and for what is none."""
+        """Restore what `save` wrote. Raises CheckpointError if it is missing or broken."""
         try:
             head, *rows = [json.loads(line) for line in (folder / self.file).read_text(encoding="utf-8").splitlines()]
             self.num_seen = int(head["num_seen"])
@@ -133,8 +122,7 @@ class Replay:
 class PairReplay(Replay):
     """A uniform sample, of at most `capacity`, of all pairs of a better and a worse response that the run has made.
 
-    Every pair has a priority that follows from the seed and its number, and those of the lowest ones stay: so no iteration is
-    forgotten as a whole, and the same run keeps the same pairs wherever it was interrupted.
+    The pairs with the lowest hashes of seed and number stay, so that the same run keeps the same pairs wherever it was interrupted.
     """
 
     file = "replay.jsonl"
@@ -144,20 +132,18 @@ class PairReplay(Replay):
         self.share, self.seed = share, seed
 
     def draw(self, num_new: int, iteration: int, step: int) -> list[Sequence[Rollout]]:
-        """Return pairs of earlier iterations that make up `share` of a batch with so many new ones; none if there are none.
+        """Return pairs of earlier iterations, if there are any, that make up `share` of a batch with so many new ones.
 
-        The number is rounded up as often as brings about the share over all batches. It and the choice follow from seed and step.
+        The number is rounded at random, with the share as its mean; it and the choice follow from seed and step.
         """
-        earlier, rng = [pair.rollouts for pair in self.kept if pair.since < iteration], np.random.default_rng([self.seed, step])
-        num_drawn = min(int(num_new * self.share / (1.0 - self.share) + rng.random()), len(earlier))
-        return (
-            [earlier[index] for index in sorted(rng.choice(len(earlier), size=num_drawn, replace=False).tolist())]
-            if num_drawn
-            else []
-        )
+        pairs, rng = [pair.rollouts for pair in self.kept if pair.since < iteration], np.random.default_rng([self.seed, step])
+        num_drawn = min(int(num_new * self.share / (1.0 - self.share) + rng.random()), len(pairs))
+        if not num_drawn:
+            return []
+        return [pairs[index] for index in sorted(rng.choice(len(pairs), size=num_drawn, replace=False).tolist())]
 
     def add(self, new: Sequence[Sequence[Rollout]], iteration: int) -> None:
-        """Take in the new pairs of a batch that was learnt, and forget as many as are too many."""
+        """Take in the new pairs of a batch, and forget as many as are too many."""
         pairs = [*self.kept, *(Kept.of(iteration, self.num_seen + place, pair) for place, pair in enumerate(new))]
         self.num_seen += len(new)
         self.kept = sorted(sorted(pairs, key=self._priority)[: self.capacity], key=lambda pair: pair.number)
@@ -167,11 +153,11 @@ class PairReplay(Replay):
 
 
 class GroupReplay(Replay):
-    """The groups with rare successes of the last steps; they are trained again in place of groups without a signal.
+    """The groups with rare successes of the last steps, which are trained again in place of groups without a signal.
 
-    A group keeps its rewards, so that its advantages stay those of a whole group, and its tokens keep their sampler's log-probs: the
-    ratio, and its clip, are against the policy that sampled them. RLEP (arXiv 2507.07451) and ARPO (arXiv 2505.16282) replay
-    successes; here whole groups are replayed, for a bounded time, and a step never has more groups than without.
+    A group keeps its rewards, and so its advantages, and its sampler's log-probs: the ratio and its clip are against the policy that
+    sampled it. RLEP (arXiv 2507.07451) and ARPO (arXiv 2505.16282) replay successes; here whole groups are replayed, for a
+    bounded time, and a step never has more groups than without.
     """
 
     file = "replayed_groups.jsonl"
@@ -180,16 +166,14 @@ class GroupReplay(Replay):
         super().__init__(config.max_age * batch_size * n)
         self.max_age, self.max_success, self.batch_size = config.max_age, config.max_success, batch_size
         self.most = math.floor(config.share * batch_size + 1e-9)
-        """The most groups that are replayed in a step."""
 
     def of_step(self, step: int) -> list[Kept]:
         """Return the groups that this step may replay, the newest first."""
-        return sorted((group for group in self.kept if step - group.since <= self.max_age), key=lambda group: -group.since)[
-            : self.most
-        ]
+        groups = [group for group in self.kept if step - group.since <= self.max_age]
+        return sorted(groups, key=lambda group: -group.since)[: self.most]
 
     def fill(self, trained: Sequence[Rollout], step: int) -> tuple[list[Rollout], Metrics]:
-        """Return what the step trains: groups without a signal are replaced by kept ones, the newest first, while there are any.
+        """Return what the step trains: kept groups, the newest first, in place of those without a signal; and metrics.
 
         Of the step's own groups those with rare successes are kept from now on.
         """
@@ -197,7 +181,7 @@ class GroupReplay(Replay):
         useful = [group for group in groups.values() if _has_signal(group)]
         replayed = self.of_step(step)[: max(0, self.batch_size - len(useful))]
         self.kept = [group for group in self.kept if step - group.since <= self.max_age]
-        # In the places of the others: if a step has several mini-batches, each has its share of both.
+        # In the others' places, so that each of several mini-batches has its share of both.
         spare = [group.rollouts for group in replayed]
         filled = [spare.pop(0) if spare and not _has_signal(group) else group for group in groups.values()] + spare
         self.kept += [Kept.of(step, 0, group) for group in useful if _success(group) <= self.max_success]

@@ -1,4 +1,4 @@
-"""Rows that are trained as they stand: their order, the losses and scores of those of validation, the reference's log-probs."""
+"""Rows that are trained as they stand: their order, validation, the reference's log-probs."""
 
 from __future__ import annotations
 
@@ -35,10 +35,8 @@ if TYPE_CHECKING:
 
 
 class Rows:
-    """The rows of a run that trains on them as they stand: which come next, and how well the model knows those of validation."""
-
     def __init__(self, config: Config, rows: TrainingRows, roles: Roles, objective: Objective, console: Console) -> None:
-        """Compute the reference's log-probs if the objective compares with them: the actor must not have been trained yet."""
+        """Compute the reference's log-probs if the objective needs them: the actor must not have been trained yet."""
         self.config, self.roles, self.objective = config, roles, objective
         self.train_data, self.val_data = rows.train, rows.val
         self.order = make_row_order(config, rows.train)
@@ -54,7 +52,7 @@ class Rows:
             return batch if self.reference is None else self.reference.fill("train", rows, batch)
 
     def measure(self) -> Metrics:
-        """Return the metrics `val/...` of the present weights on the validation rows; empty without any."""
+        """Return metrics of the present weights on the validation rows; empty without any."""
         batch_size = self.config.data.train_batch_size
         if self.val_data is None:
             return {}
@@ -66,7 +64,6 @@ class Rows:
         return quality(scored, self.config.reward.reward_model.train)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data."""
         return self.order.state_dict() | {"data": self.train_data.fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -75,7 +72,7 @@ class Rows:
 
 
 def named_measures(part: str, measured: Metrics, objective: Objective) -> Metrics:
-    """Return the loss of rows, and what it means: a perplexity, or how the policy orders pairs, as metrics `part/...`."""
+    """Return the loss of rows, and a perplexity or how the policy orders pairs, as metrics `part/...`."""
     measures = {f"{part}/loss": measured["pg_loss"]}
     if objective.loss_mode == "sft":
         measures[f"{part}/perplexity"] = math.exp(min(measured["pg_loss"], 700.0))  # near the largest exponent of a float
@@ -88,7 +85,7 @@ def named_measures(part: str, measured: Metrics, objective: Objective) -> Metric
 def measure(
     actor: Actor, data: TrainingSet[Any], objective: Objective, batch_size: int, reference: ReferenceRows | None = None
 ) -> Metrics:
-    """Return the policy loss `pg_loss` of all validation rows, and its averaged statistics, as one batch of them all has them."""
+    """Return the policy loss `pg_loss` and its statistics as one batch of all rows has them."""
     # The other terms of the objective are no part of how well the rows are learnt.
     objective = dataclasses.replace(
         objective, entropy_coeff=0.0, adaptive_entropy=False, kl_loss_type=None, kl_options=(), distillation=None
@@ -112,12 +109,12 @@ def measure(
 
 
 def answers_of(batch: Batch) -> Batch:
-    """Return the answers of a batch of labelled rows without the mismatched ones."""
+    """Return a batch of labelled rows without the mismatched answers."""
     return batch.select(torch.arange(0, batch.num_rollouts, 2))
 
 
 def with_kl(batch: Batch, actor: Actor) -> Batch:
-    """Return the answers of labelled rows with `kl_N`: the mean log-ratio of the mismatched ones under the present policy, at least 0."""
+    """Return labelled rows without the mismatched answers, with these' mean log-ratio under the policy, at least 0, as `kl_N`."""
     mismatched = batch.select(torch.arange(1, batch.num_rollouts, 2))
     assert mismatched.ref_logprobs_T is not None
     ratio_T = actor.logprobs(mismatched).double() - values(mismatched.ref_logprobs_T).double()
@@ -127,7 +124,6 @@ def with_kl(batch: Batch, actor: Actor) -> Batch:
 
 
 def loss_input(batch: Batch, policy_logprobs_T: Tensor) -> LossInput:
-    """Return a whole batch as its loss reads it."""
     advantages_T = torch.ones(batch.num_trained_tokens) if batch.advantages_T is None else batch.advantages_T
     batch = batch.replace(group_tokens_N=group_tokens(batch.trained_lengths_N, batch.group_N))
     columns = batch.loss_columns()
@@ -135,7 +131,7 @@ def loss_input(batch: Batch, policy_logprobs_T: Tensor) -> LossInput:
 
 
 def scored_rows(model: TrainedRewardModel, data: TrainingSet[Any], batch_size: int) -> dict[str, Tensor]:
-    """Return the present scores of all rows, read `batch_size` at a time: those of pairs, or those of rated steps with their labels."""
+    """Return the scores of all pairs, or of all rated steps with their labels, read `batch_size` at a time."""
     parts: list[dict[str, Tensor]] = []
     for start in range(0, len(data), batch_size):
         batch = data.batch(range(start, min(start + batch_size, len(data))))
@@ -151,11 +147,11 @@ def scored_rows(model: TrainedRewardModel, data: TrainingSet[Any], batch_size: i
 
 
 def quality(scored: Mapping[str, Tensor], settings: RewardModelTrainConfig) -> Metrics:
-    """Return the metrics `val/...` of these scores.
+    """Return metrics of scores.
 
-    A pair is right if the chosen response has the larger score, `auc` compares every chosen response with every rejected
-    one, and the probability whose calibration is measured is sigmoid(|r_w - r_l|). A step is good if its label is above one half, its
-    probability is sigmoid(s), and neutral steps (label 0.5) count in the loss only.
+    A pair is right if the chosen response has the larger score, `auc` compares every chosen response with every rejected one, and
+    the calibrated probability is sigmoid(|r_w - r_l|). A step is good if its label is above one half, its probability is sigmoid(s),
+    and neutral steps (label 0.5) count in the loss only.
     """
     if "scores_K" in scored:
         scores_K, labels_K = scored["scores_K"], scored["labels_K"]
@@ -185,21 +181,19 @@ def quality(scored: Mapping[str, Tensor], settings: RewardModelTrainConfig) -> M
 
 
 class ReferenceRows:
-    """The reference's log-prob of every trained token of the rows, by part (`train`, `val`) and row: computed once.
+    """The reference's log-probs of the trained tokens of all rows, by part (`train`, `val`): computed once.
 
-    The reference of a run on rows is the initial policy. Before the first step the actor is just that, also in a run that is
-    about to load a checkpoint, so no other process has to hold those weights.
+    The reference is the initial policy, which the actor is before the first step, also in a run that is about to load a checkpoint.
     """
 
     def __init__(self, rows: TrainingRows, actor: Actor, batch_size: int, console: Console) -> None:
-        """Compute them with the actor, which must not have been trained yet. Raises DivergedError for log-probs that are not finite."""
+        """Compute them with the untrained actor. Raises DivergedError for log-probs that are not finite."""
         sets = {part: row_set for part, row_set in (("train", rows.train), ("val", rows.val)) if row_set is not None}
         total = sum(map(len, sets.values()))
         with console.progress("computing the reference's log-probs of all rows, once", total=total) as bar:
             self._columns = {part: _computed(part, data, actor, batch_size, bar.advance) for part, data in sets.items()}
 
     def fill(self, part: str, rows: list[int], batch: Batch) -> Batch:
-        """Return the batch of these rows of a part with `ref_logprobs_T`."""
         logprobs_T, starts_R = self._columns[part]
         pieces = [logprobs_T[int(starts_R[row]) : int(starts_R[row + 1])] for row in rows]
         return batch.replace(ref_logprobs_T=torch.cat(pieces))

@@ -1,4 +1,4 @@
-"""A run: everything that all schedules share. Counting steps, validating, saving, logging, resuming, answering signals."""
+"""A run: what all schedules share. Counting steps, validating, saving, logging, resuming, answering signals."""
 
 from __future__ import annotations
 
@@ -25,16 +25,14 @@ from grpo_rl.trainer.session import Schedule, Session
 from grpo_rl.types import Metrics
 
 NOT_LOADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
-"""The exceptions of a state of another form, if it is read."""
+"""What reading a state of another form raises."""
 RECENT_STEPS = 20
-"""The number of steps from which the time left is estimated."""
 
 
 class RunLoop:
     """One run of a schedule, from its first or a resumed step to its last one."""
 
     def __init__(self, session: Session, schedule: Schedule) -> None:
-        """Describe the run of a schedule, a function that loops over the session's steps."""
         self.session, self.schedule = session, schedule
         self.config, self.roles, self.output = session.config, session.roles, session.output
         self.progress = session.progress
@@ -45,43 +43,37 @@ class RunLoop:
         self.saving = Saving(self.config, self.roles, self.output)
         self.store = self.saving.store
         self._nonfinite_in_a_row = 0
-        """The last steps, without a break, in which a role left out an update, as its loss or gradient was not finite."""
         self._seconds: list[float] = []
         """The seconds that each step took."""
         self.alarms = Alarms(dataclasses.asdict(self.config))
         self._begun: Sequence[Finding] = ()
-        """The alarms that began with the step that was logged last."""
+        """The alarms that began in the last step."""
         self._before: dict[str, Any] | None = None
-        """The state at the beginning of the step that is going on."""
+        """The state at the beginning of the step."""
         self._open: tuple[Step, float] | None = None
-        """The step that is going on, and when it began; also after the loop was left in the middle of it."""
+        """The step, and when it began; also after the loop was left in the middle of it."""
         self._best: tuple[int, float] | None = None
-        """The step with the best validation while training, and its score."""
+        """The step with the best validation, and its score."""
         self._unlogged: Metrics | None = None
         """Metrics of a step that is trained, and not validated, saved and logged yet."""
 
     @property
     def step(self) -> int:
-        """The step that is going on, or was done last."""
         return self.session.step
 
     @property
     def is_trained(self) -> bool:
-        """Return whether no step is left to train."""
         return self.step >= self.total_steps or self.session.ended() is not None
 
     def fit(self) -> None:
-        """Train to the last step, validating and saving on the way.
-
-        Raises Preempted when a signal ended it, with everything that was trained saved.
-        """
+        """Train to the last step. Raises Preempted if a signal ended it, with everything that was trained saved."""
         with self.guarded():
             self.schedule(self.session)
             self.leave()
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Save what was trained if a signal, raised as Preempted, or an error ends what is done inside."""
+        """Save what was trained if a signal (Preempted) or an error ends what is done inside."""
         try:
             yield
             self.output.rollouts.flush()
@@ -98,10 +90,6 @@ class RunLoop:
             self.timeline.write()
 
     def steps(self) -> Iterator[Step]:
-        """Yield the steps to come; what is due after a step happens when the next one is asked for.
-
-        Validation before the first step comes first, and the last state is committed at the end.
-        """
         trainer = self.config.trainer
         self._complete_left_step()
         if self._unlogged is not None:
@@ -135,7 +123,6 @@ class RunLoop:
             self.output.console.info(f"the best validation that is saved: {self.store.folder}/step_{best[0]}")
 
     def _whole_step(self) -> Iterator[Step]:
-        """Yield one step, whose work the caller does, and do what is due after it."""
         self._before = copy.deepcopy(self.state_dict())
         self.output.stop.step_begins()
         started = time.perf_counter()
@@ -174,9 +161,9 @@ class RunLoop:
         self._end_step()
 
     def _check_finite(self, metrics: Metrics) -> None:
-        """Save what the step trained on to `nonfinite_step_N.jsonl` if a role left out an update, on all of its ranks.
+        """Save what the step trained on to `nonfinite_step_N.jsonl` if a role left out an update as loss or gradient were not finite.
 
-        Raises DivergedError when that happened in more steps in a row than `trainer.max_nonfinite_steps`.
+        Raises DivergedError after more such steps in a row than `trainer.max_nonfinite_steps`.
         """
         left_out = [key.removesuffix("/nonfinite") for key, share in metrics.items() if key.endswith("/nonfinite") and share]
         if not left_out:
@@ -196,7 +183,7 @@ class RunLoop:
             )
 
     def _end_step(self) -> None:
-        """Do what is due after the training of a step: validate, save, log."""
+        """Validate, save and log as is due."""
         assert self._unlogged is not None
         trainer, metrics, started = self.config.trainer, self._unlogged, time.perf_counter()
         last = self.step == self.total_steps or self.session.ended() is not None
@@ -205,10 +192,13 @@ class RunLoop:
             metrics |= self.session.evaluate()
         saves = trainer.save_freq > 0 and (last or is_due(self.step, trainer.save_freq))
         if (saves | self._is_best(metrics)) and not self.saving.is_saved(self.step):
-            metrics |= self._save()
+            with (timer := self.progress.timer())("save"):
+                self.saving.begin(self.step, self.state_dict())
+            metrics |= timer.metrics()
         if not last:
             self.saving.begin_own(self.step, self.state_dict)
-        metrics |= self.saving.metrics()
+        if self.saving.num_failed:
+            metrics["trainer/failed_saves"] = float(self.saving.num_failed)
         metrics["timing_s/step"] += time.perf_counter() - started
         self._seconds.append(metrics["timing_s/step"])
         if self.roles.instruments is not None:
@@ -218,7 +208,7 @@ class RunLoop:
         self.output.stop.step_ends(metrics.get("timing_s/save"))
 
     def _is_best(self, metrics: Metrics) -> bool:
-        """Return whether the validation among the metrics is the best so far, and is to be kept (`trainer.keep_best`)."""
+        """Note and return whether the validation among the metrics is the best so far (`trainer.keep_best`)."""
         score = validation_score(metrics)
         if score is None and "val/loss" in metrics:
             score = -metrics["val/loss"]
@@ -240,16 +230,15 @@ class RunLoop:
             self.output.page.step(self.step)
 
     def _left_s(self) -> float | None:
-        """Return about how long the remaining steps take, with their share of validation and saving; None before the first one is done."""
-        # The first step is slower than all others: compilers and caches are cold.
+        """Return about how long the remaining steps take; None before the first one is done."""
+        # In the first step compilers and caches are cold.
         recent = self._seconds[1:][-RECENT_STEPS:] or self._seconds
         return statistics.fmean(recent) * (self.total_steps - self.step) if recent else None
 
     def _answer_alarms(self) -> None:
-        """End the run, and save it, if an alarm of `trainer.stop_on` has begun and steps are left.
+        """Save, and raise StoppedByAlarm, if an alarm of `trainer.stop_on` has begun and steps are left.
 
-        Raises StoppedByAlarm. Nothing is changed and tried again by itself: the same settings on the same data would lead
-        to the same illness, and which remedy is right is for a person to say.
+        Nothing is tried again: the same settings and data lead to the same illness, and the right remedy is for a person to say.
         """
         finding = next((alarm for alarm in self._begun if alarm.name in self.config.trainer.stop_on), None)
         if finding is None or self.step >= self.total_steps:
@@ -272,13 +261,6 @@ class RunLoop:
 
     # ---- saving and going on ------------------------------------------------------------------------------
 
-    def _save(self) -> Metrics:
-        """Write, or begin to write, a checkpoint of everything that decides the steps to come."""
-        timer = self.progress.timer()
-        with timer("save"):
-            self.saving.begin(self.step, self.state_dict())
-        return timer.metrics()
-
     def keep(self) -> None:
         """Commit the state as it is, if it is not committed. Raises CheckpointError."""
         self.saving.settle(self.step, self.state_dict)
@@ -293,17 +275,17 @@ class RunLoop:
             self.output.console.warn(f"NOT SAVED: {error}. A longer run cannot go on from this one's end")
 
     def _keep_finished(self) -> None:
-        """Save what was trained before a step for which the data cannot be used."""
+        """Save what was trained before a step whose data cannot be used."""
         assert self._before is not None
         self.load_state_dict(self._before)
         if self.config.trainer.save_freq > 0 and self.step > max([0, *self.store.steps()]):
-            self._save()
+            self.saving.begin(self.step, self.state_dict())
 
     def _saved(self, request: Preempted) -> Preempted:
-        """Save the newest state between two steps, and return the request to stop with what was saved."""
+        """Save the newest state between two steps, and return the request with what was saved."""
         self.output.stop.finishing()
         if self._before is not None and self._unlogged is None and self.step != self._before["step"]:
-            # No weight has changed since the step began: its beginning is where the run goes on.
+            # No weight has changed since the step began.
             self.load_state_dict(self._before)
             self.output.status.update(step=self.step)
         if self.config.trainer.val_only:
@@ -316,7 +298,7 @@ class RunLoop:
         return Preempted(f"{request}: step {self.step} of {self.total_steps} is saved; the same command goes on from there")
 
     def resume(self, checkpoint: Checkpoint | Path) -> None:
-        """Go on from this checkpoint; one that is only a path is verified first."""
+        """Go on from this checkpoint; one that is only a path is verified first. Raises CheckpointError."""
         checkpoint, part = verify(checkpoint) if isinstance(checkpoint, Path) else checkpoint, STATE
         try:
             self.load_state_dict(checkpoint.state)
@@ -349,22 +331,20 @@ class RunLoop:
             )
 
     def start_over(self) -> None:
-        """Begin again with the first step, in a run that has lost its ranks before its first checkpoint."""
+        """Begin again with the first step, after ranks were lost before the first checkpoint."""
         self.output.sinks.truncate_after(-1)
         self.timeline.truncate_after(-1)
         self.output.status.update(step=0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds beside the roles' files: the run's keys and the session's."""
-        state = {
+        return {
             "step": self.step,
             "schedule": self.config.trainer.schedule,
             "code": self.session.code,
             "nonfinite": self._nonfinite_in_a_row,
             "unlogged": self._unlogged,
             "best": self._best,
-        }
-        return state | self.session.state_dict()
+        } | self.session.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from this state. Raises CheckpointError for that of another schedule, or of other data."""
@@ -384,7 +364,7 @@ class RunLoop:
 
 
 def single_step(session: Session, schedule: Schedule) -> Metrics:
-    """Do one step of a schedule that remembers nothing between steps, without a run around it, and return its metrics."""
+    """Do one step of a schedule without a run around it, and return its metrics."""
     session.step += 1
     session.begin_step()
     step = Step(session.step)

@@ -15,20 +15,19 @@ from grpo_rl.checkpoint.store import CheckpointStore, Draft
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import CheckpointError, GrpoRlError
 from grpo_rl.trainer.parts import Output, Roles
-from grpo_rl.types import Metrics
 
 _WAIT_S = 1.0
 RESCUE_S = 10.0
 """Seconds that a run which fails waits for a save that is nearly done."""
 OWN_EVERY_S, OWN_SHARE = 60.0, 0.02
-"""Seconds between two checkpoints that a run writes for itself, at least, and the share of its time that they may take."""
+"""The fewest seconds between two checkpoints that a run writes for itself, and the share of its time that they may take."""
 
 
 class Saving:
-    """The saves of one run. At most one is going on; what becomes of a failed one is `trainer.on_save_error`.
+    """The saves of one run, at most one at a time; `trainer.on_save_error` says what becomes of a failed one.
 
-    A run whose user asked for no checkpoints writes one for itself from time to time, from which it goes on when it loses
-    ranks (`trainer.recover`). It lies in a folder of its own, which no later command looks into.
+    A run whose user asked for no checkpoints writes some for itself, to go on from if it loses ranks (`trainer.recover`), in a
+    folder that no later command looks into.
     """
 
     def __init__(self, config: Config, roles: Roles, output: Output) -> None:
@@ -46,23 +45,22 @@ class Saving:
         self.num_failed = 0
         self._going: Draft | None = None
         self._committing: Future[None] | None = None
-        """The commit of the save that is going on, once all of it is written."""
 
     def is_saved(self, step: int) -> bool:
-        """Return whether there is a checkpoint of this step, or will be unless its save fails."""
+        """Return whether a checkpoint of this step is there or being written."""
         return (self._going is not None and self._going.step == step) or step in self.store.steps()
 
     def begin(self, step: int, state: dict[str, Any]) -> None:
-        """Save the roles' state as it is now, and `state`. It is committed by a later `poll` or `finish`, or at once.
+        """Save the roles' state as it is now, and `state`, to be committed at once or by a later `poll` or `finish`.
 
-        Raises CheckpointError when that fails and `on_save_error` is stop.
+        Raises CheckpointError if that fails and `on_save_error` is stop.
         """
         self.finish()
         with self._tolerant(self.store):
             self._begin(step, state, self.store)
 
     def begin_own(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
-        """Save for this run's own recovery, if that is due. A failure costs nothing but the steps that a recovery repeats."""
+        """Save for this run's own recovery, if that is due."""
         began = time.monotonic()
         if self.own is None or began < self._next_own:
             return
@@ -74,40 +72,31 @@ class Saving:
         self._next_own = current_time + max(OWN_EVERY_S, (current_time - began) / OWN_SHARE)
 
     def poll(self) -> None:
-        """Commit the save that is going on if all of it is written, without waiting. Raises as `begin`."""
+        """Commit the present save if all of it is written, without waiting. Raises as `begin`."""
         if self._going is not None:
             with self._tolerant(self._going.store):
                 self._advance(0.0)
 
     def finish(self) -> None:
-        """Wait for the save that is going on, and commit it. Raises as `begin`."""
+        """Wait for the present save, and commit it. Raises as `begin`."""
         if self._going is not None:
             with self._tolerant(self._going.store):
                 self._finish(self.trainer.step_timeout_s)
 
     def settle(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
-        """Commit this step, the last of a run, before this returns. Raises CheckpointError if that fails.
-
-        A save that failed is made up for here: there is no later save point.
-        """
+        """Commit this step, the last of a run, also if an earlier try failed. Raises CheckpointError."""
         self.finish()
         if not self.is_saved(step):
             self._begin(step, state(), self.store)
             self._finish(self.trainer.step_timeout_s)
 
     def rescue(self) -> None:
-        """Commit the save that is going on, if it is nearly done: the run ends with an error, never hidden by this."""
+        """Commit a save that is nearly done, in a run that ends with an error, which this never hides."""
         self.output.stop.finishing()
         try:
             self._finish(RESCUE_S)
         except (GrpoRlError, OSError) as error:
             self.output.console.warn(str(error))
-
-    def metrics(self) -> Metrics:
-        """Return the number of saves that have failed, if there are any."""
-        return {"trainer/failed_saves": float(self.num_failed)} if self.num_failed else {}
-
-    # ---- parts ---------------------------------------------------------------------------------------------
 
     def _begin(self, step: int, state: dict[str, Any], store: CheckpointStore) -> None:
         draft = store.begin(step, state, self._bytes)
@@ -122,7 +111,7 @@ class Saving:
 
     @cached_property
     def _bytes(self) -> int:
-        """The bytes that a checkpoint needs: the same for all of a run, so that the ranks are asked once."""
+        """The bytes that a checkpoint needs, always the same, so that the ranks are asked once."""
         # Of weights and Adam's two moments the export has the first.
         exported = self.exported.save_bytes() // 3 if self.exported is not None else 0
         return sum(role.save_bytes() for role in self.roles) + exported
@@ -139,7 +128,7 @@ class Saving:
                 )
 
     def _advance(self, wait_s: float) -> bool:
-        """Return whether the save that is going on is done, waiting about `wait_s` at most. Raises the error that ended it."""
+        """Wait about `wait_s` at most, and return whether the present save is done. Raises the error that ended it."""
         going = self._going
         assert going is not None
         with self._writing(going):

@@ -36,16 +36,15 @@ from grpo_rl.trainer.replay import GroupReplay, PairReplay
 from grpo_rl.trainer.rows import Rows, with_kl
 from grpo_rl.trainer.sampled.advantage import Advantage, check_finite, with_baselines
 from grpo_rl.trainer.sampled.sampler import Sampler
-from grpo_rl.trainer.sampled.selection import Selected, Selection
-from grpo_rl.trainer.sampled.trained import TrainedTokens, penalize_overlong, scored
+from grpo_rl.trainer.sampled.selection import Selection
+from grpo_rl.trainer.sampled.trained import penalize_overlong, scored, trained_tokens, with_reward
 from grpo_rl.types import Batch, Counts, Metrics, Prompt, Rollout, Sampling
 
 
 class Session:
     """The roles of a run as verbs, for a loop over `steps()`; `grpo_rl/schedules/` has the loops that are shipped.
 
-    Every verb notes its seconds and its metrics for the step that is going on. Between two steps the run validates, saves,
-    logs, and answers signals.
+    Every verb notes its seconds and its metrics for the step. Between two steps the run validates, saves, logs, and answers signals.
     """
 
     def __init__(
@@ -64,24 +63,21 @@ class Session:
     ) -> None:
         """Describe a session before its first step.
 
-        `rows` are trained as they stand. `collected` are metrics of the responses that were sampled before training, which are
-        logged with those before the first step. `code` is the digest of the sources that the run was started with.
+        `rows` are trained as they stand. `collected`: metrics of the responses that were sampled before the first step. `code`:
+        the digest of the sources that the run was started with.
         """
         self.config, self.roles, self.output = config, roles, output
         self.train_data, self.val_data, self.total_steps = train_data, val_data, total_steps
         self.objective = objective or Objective()
-        """The function that the actor's updates minimise, as the plan has it."""
         self.collected, self.code = collected or {}, code
         self.step = 0
-        """The number of the step that is going on, or that was done last; 0 before the first one."""
+        """The number of the current or last step; 0 before the first one."""
         self.progress = StepProgress()
         self.state: dict[str, Any] = {}
         """What the loop needs to go on after a resume; a part of every checkpoint, as JSON."""
         self.run_steps: Callable[[], Iterator[Step]] = lambda: iter(())
-        """The steps of the run that drives this session; the run sets it."""
         self._reason_to_end: str | None = None
         self.overlaps = overlaps(config)
-        """True if the schedule declares that it samples while it trains."""
         self.compares = self.objective.needs_pairs
         """True if the loss compares the best and the worst response of each group; no advantages are estimated then."""
         self.rows = None if rows is None else Rows(config, rows, roles, self.objective, output.console)
@@ -98,11 +94,9 @@ class Session:
         factors = {} if roles.rewarder is None else roles.rewarder.factors
         of_turns = config.actor_rollout_ref.rollout.multi_turn.enable
         self.advantage = Advantage(algorithm, factors, of_turns=of_turns)
-        self.trained_tokens = TrainedTokens(algorithm)
         self.samples_greedily = "baselines" in self.advantage.needs
         """True if each prompt's responses are followed by its greedy one."""
         self.sampler = Sampler(self)
-        """What the function of `rollout.function` works with."""
         self._selection = None if train_data is None else Selection(config, train_data, factors)
         self._flight: InFlight | None = None
         self.begin_step()
@@ -110,14 +104,11 @@ class Session:
     # ---- the steps -----------------------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[Step]:
-        """Yield the steps to come, from the first or from a checkpoint on; what is due after a step happens before the next one.
-
-        Raises Preempted after a signal, with the state saved.
-        """
+        """Yield the steps to come; what is due after a step happens before the next one. Raises Preempted after a signal, saved."""
         return self.run_steps()
 
     def end(self, reason: str) -> None:
-        """Make the step that is going on the last one of the run, which says why: it is validated and saved as the last one is."""
+        """Make this step the last one of the run, for a reason that the run prints."""
         self._reason_to_end = reason
 
     def begin_step(self) -> None:
@@ -127,21 +118,20 @@ class Session:
         self.sampled: list[Rollout] = []
         """All rollouts that were scored in this step."""
         self.trained: list[Rollout] = []
-        """The rollouts that this step trains on, which are kept for a look if its update is not finite."""
+        """The rollouts that this step trains on."""
         self.has_trained = False
         """True once weights have changed in this step."""
         self.sampler.begin_step()
         self._row_of: dict[str, int] = {}
         self._batch: Batch | None = None
         self._rows_batch: Batch | None = None
-        self._refilled: Selected | None = None
         self._parts_of: Counts | None = None
         """The counts of the mini-batch whose gradient is adding up."""
         if self._flight is not None:
             self._flight.has_taken = False
 
     def end_step(self, step: Step) -> None:
-        """Write down what was sampled, and add the notes of the verbs to the metrics of the step; the run calls it."""
+        """Write down what was sampled, and add the verbs' metrics to those of the step; the run calls it."""
         if self._parts_of is not None:
             raise ValueError("the step ends with gradients of forward_backward() that optim_step() has not taken")
         metrics = self._metrics
@@ -155,7 +145,7 @@ class Session:
         step.metrics = metrics | step.metrics | self._timer.metrics()
 
     def _keep_rollouts(self) -> Metrics:
-        """Write all that was sampled, with its audit and the advantages of what was trained. Returns the metrics of the audit."""
+        """Write what was sampled, with its audit and its advantages. Returns the metrics of the audit."""
         audit, metrics, rollouts = self.roles.audit, dict[str, float](), self.sampled
         if audit is not None:
             metrics = audit.wait(self.output.console.warn)
@@ -200,7 +190,7 @@ class Session:
     # ---- sampling --------------------------------------------------------------------------------------------------
 
     def next_prompts(self, rows: Sequence[int] | None = None) -> list[Prompt]:
-        """Return the next `data.train_batch_size` prompts, or those of the training data's `rows`, by their numbers from 0 on.
+        """Return the next `data.train_batch_size` prompts, or those of the training data's `rows` (numbers from 0 on).
 
         Raises DataError for a row that cannot be used, ValueError for one that is not there.
         """
@@ -211,8 +201,8 @@ class Session:
     def sample(self, prompts: Sequence[Prompt], n: int | None = None, sampling: Sampling | None = None) -> list[Rollout]:
         """Return n responses to each prompt (`rollout.n`, if None), ordered by prompt; each is scored as it ends.
 
-        With an estimator that needs a greedy baseline, each prompt's responses are followed by its greedy one. With
-        `rollout.function` that makes the rollouts instead, unless n or the sampling are given.
+        With an estimator that needs a greedy baseline, each prompt's greedy response follows the others. `rollout.function` makes
+        the rollouts instead, unless n or the sampling are given.
         """
         function = self.config.actor_rollout_ref.rollout.function
         if function is not None and n is None and sampling is None:
@@ -226,19 +216,19 @@ class Session:
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Return the rollouts with `reward`, `reward_parts` and `steps`, or with `failure`; greedy ones become baselines of the others."""
-        if self._refilled is not None:  # `completed` has scored them
-            sampled, rewarded = self._refilled.sampled, list(rollouts)
-        else:
-            with self._timer("reward"):
-                sampled = rewarded = self.rewarded(rollouts)
-            self.selection.note(self._row_of, rewarded)
+        with self._timer("reward"):
+            rewarded = self.rewarded(rollouts)
+        self.selection.note(self._row_of, rewarded)
+        sampled = list(rewarded)
+        if self._flight is not None:
+            sampled, self._flight.rejected = sampled + self._flight.rejected, []
         self.sampled += sampled
         if self.roles.audit is not None:
             self.roles.audit.submit(sampled)
         return rewarded
 
     def rewarded(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Return what `score` does without noting anything: for any thread. What has its reward keeps it."""
+        """Return what `score` returns without noting anything: for any thread. What has its reward keeps it."""
         unscored = [rollout for rollout in rollouts if rollout.reward is None and rollout.failure is None]
         scored(self.rewarder, unscored, self.output.console.warn)
         penalize_overlong(unscored, self.config.reward.overlong_buffer, self.config.data.max_response_length)
@@ -253,12 +243,12 @@ class Session:
 
         Raises WeightVersionError for a token of weights more versions older than the actor's than the schedule declared.
         """
-        selected = self._refilled
-        if selected is None:
+        if self.selection.refills and self._flight is not None and self._flight.has_taken:
+            trained, metrics = with_reward(rollouts), self._flight.refilling
+        else:
             num_spared = 0 if self.replay is None else len(self.replay.of_step(self.step))
-            selected = self.selection.choose(list(rollouts), self._more_rollouts, num_spared)
-        self._metrics |= selected.metrics
-        trained = selected.trained
+            trained, metrics = self.selection.choose(rollouts, self._more_rollouts, num_spared)
+        self._metrics |= metrics
         if self.overlaps:
             staleness, bound = staleness_metrics(trained, self.version), max_staleness(self.config)
             if (oldest := staleness.get("staleness/max", 0.0)) > bound:
@@ -290,13 +280,13 @@ class Session:
     @property
     def num_in_flight(self) -> int:
         """The number of groups that were asked for and not handed over."""
-        return sum(group.asked_at >= 0 for group in self.flight.groups)
+        return len(self.flight.requested())
 
     def submit(self, num_groups: int, *, in_order: bool = True) -> None:
         """Draw prompts and ask for their responses until `num_groups` groups are in flight, or as many as the steps left train.
 
-        With `filter_groups.refill` a group without a signal gives its place to a further prompt. `in_order`: a batch takes the
-        first groups that were drawn, so that all of a draw is asked for at once. Raises DataError as `next_prompts` and `select`.
+        With `filter_groups.refill` a group without a signal gives its place to a further prompt. `in_order`: batches take the
+        first groups that were drawn. Raises DataError as `next_prompts` and `select`.
         """
         if (function := self.config.actor_rollout_ref.rollout.function) is not None:
             raise ValueError(
@@ -308,15 +298,13 @@ class Session:
     def completed(self, choose: Choose | None = None) -> list[Rollout]:
         """Wait for a batch of the groups in flight, and return their responses in the order in which their prompts were drawn.
 
-        None: the first groups that were drawn. Otherwise `choose(ready, asked, size)` returns `size` of the ready groups, or
-        None to wait for more; it is asked again whenever a group has ended.
+        `choose(ready, asked, size)` is called whenever a group has ended, and returns `size` of the ready groups, or None to wait;
+        without it a batch has the first groups that were drawn.
         """
         with self._timer("wait_for_rollouts"):
             groups = self.flight.take(choose)
-        self._row_of |= {group.prompt.uid: group.row for group in groups}
-        if self.selection.refills:
-            self._refilled = self.flight.refilled(groups)
-            return self._refilled.trained
+        if not self.selection.refills:  # otherwise they were noted when they were judged
+            self._row_of |= {group.prompt.uid: group.row for group in groups}
         return [rollout for group in groups for rollout in group.ordered()]
 
     def finish_sampling(self) -> None:
@@ -324,19 +312,18 @@ class Session:
         self.flight.finish()
 
     def train_beside_sampling(self, rollouts: Sequence[Rollout]) -> Metrics:
-        """Return what `train` does, done in a thread, while what is in flight is sampled.
+        """Return what `train` returns, done in a thread, while what is in flight is sampled.
 
-        That thread alone uses the actor, the reference and the critic then, and nothing else: the main thread keeps the pool
-        going, hands what ends to the rewards, and answers signals. A replica that comes back meanwhile gets its weights
-        afterwards (`RolloutPool.keep_weights`): the ranks would hand out new ones under the old version, or meet in different
-        collectives. Raises ValueError for a schedule that has not declared it.
+        That thread alone uses the ranks then; the main thread serves the pool and the rewards, and answers signals. A replica that
+        comes back meanwhile gets its weights afterwards: the ranks would hand out new ones under the old version, or meet in
+        different collectives. Raises ValueError for a schedule that has not declared it.
         """
         if not self.overlaps:
             raise ValueError(
                 "train_beside_sampling() is for a schedule that declares how old its tokens may be: put "
                 "@grpo_rl.registry.samples_ahead(versions=1) on its function, and name it by trainer.schedule"
             )
-        # A signal must not leave the main thread while the weights change: it is answered when the step is done.
+        # A signal must not leave the main thread while the weights change.
         self.output.stop.finishing()
         with self.rollout.keep_weights():
             return self.flight.sample_beside(in_background("training", lambda: self.train(rollouts)))
@@ -344,10 +331,7 @@ class Session:
     # ---- from rollouts to new weights ------------------------------------------------------------------------------
 
     def train(self, rollouts: Sequence[Rollout]) -> Metrics:
-        """Return the metrics of an update on these rollouts, none without rollouts.
-
-        It is `batch`, `logprobs`, `values`, `advantages` and `update`, one after the other.
-        """
+        """Return the metrics of `batch`, `logprobs`, `values`, `advantages` and `update`; none without rollouts."""
         if not rollouts:
             return {}
         return self.update(self.advantages(self.values(self.logprobs(self.batch(rollouts)))))
@@ -360,10 +344,7 @@ class Session:
         return with_sides(collate(rollouts)) if self.compares else collate(rollouts, self.advantage.parts)
 
     def next_rows(self) -> Batch:
-        """Return the next `data.train_batch_size` rows as a batch, with the columns that the loss compares with.
-
-        Raises DataError for a row that cannot be used.
-        """
+        """Return the next `data.train_batch_size` rows as a batch. Raises DataError for a row that cannot be used."""
         rows = _required(self.rows, "rows")
         with self._timer("data"):
             batch = rows.draw()
@@ -374,7 +355,7 @@ class Session:
         return batch
 
     def logprobs(self, batch: Batch, of: Literal["old", "reference", "teacher"] | None = None) -> Batch:
-        """Return the batch with log-probs of its trained tokens, in nats: `old_logprobs_T`, `ref_logprobs_T`, `teacher_logprobs_T`.
+        """Return the batch with `old_logprobs_T`, `ref_logprobs_T` or `teacher_logprobs_T` of its trained tokens, in nats.
 
         None: those that the configuration needs. Raises ValueError for a role that it does not have.
         """
@@ -399,7 +380,7 @@ class Session:
         raise ValueError(f"logprobs(of={of!r}): this run has no such role; nothing in its configuration needs one")
 
     def values(self, batch: Batch) -> Batch:
-        """Return the batch with the critic's `values_T`; as it is without a critic."""
+        """Return the batch with the critic's `values_T`, if there is a critic."""
         if self.roles.critic is None:
             return batch
         with self._timer("values"):
@@ -422,7 +403,7 @@ class Session:
                 batch, metrics = self.advantage(batch)
                 self._metrics |= metrics
             self._batch = batch
-            trained, metrics = self.trained_tokens(batch)
+            trained, metrics = trained_tokens(batch, self.config.algorithm)
             self._metrics |= metrics
             if self.objective.needs_group_tokens:  # before anybody takes a part of it
                 trained = trained.replace(group_tokens_N=group_tokens(trained.trained_lengths_N, trained.group_N))
@@ -431,7 +412,7 @@ class Session:
     def update(self, batch: Batch) -> Metrics:
         """Take all optimizer steps of actor and critic on the batch (epochs x mini-batches), and return their metrics.
 
-        The actor's are left out in the first `trainer.critic_warmup` steps. Raises ValueError for a batch without advantages.
+        The actor takes none in the first `trainer.critic_warmup` steps. Raises ValueError for a batch without advantages.
         """
         if self._parts_of is not None:
             raise ValueError("update() after forward_backward(): optim_step() takes the step of its gradients first")
@@ -439,10 +420,9 @@ class Session:
         return self._of_trained("update", batch)
 
     def forward_backward(self, batch: Batch, whole: Batch | None = None) -> None:
-        """Add the gradient of a batch to those of earlier calls; `optim_step` takes the step.
+        """Add the gradient of a batch, or of a part of the `whole` one (`whole.select([0, 1, ...])`); `optim_step` takes the step.
 
-        `whole` is the batch that `advantages` returned, of which this one is a part (`whole.select([0, 1, ...])`); None: it is all. The
-        loss is averaged over the whole, so that parts which make it up have the gradient that `update` has on a mini-batch of it. Raises
+        The loss is averaged over the whole, so that its parts have the gradient that `update` has on a mini-batch of it. Raises
         ValueError for parts of different batches, and for a loss that looks at all of a mini-batch at once.
         """
         self._check_advantages("forward_backward")
@@ -466,7 +446,7 @@ class Session:
             raise ValueError(f"{verb}() needs a batch that advantages() has returned in this step")
 
     def _of_trained(self, verb: Literal["update", "forward_backward", "optim_step"], *arguments: Any) -> Metrics:
-        """Return the metrics of the critic's verb, and of the actor's after its warm-up."""
+        """Call the critic's verb, and the actor's after the critic's warm-up; return their metrics."""
         actor = self.actor if self.step > self.config.trainer.critic_warmup else None
         metrics: Metrics = {}
         for phase, role in (("update_critic", self.roles.critic), ("update_actor", actor)):
@@ -482,7 +462,7 @@ class Session:
             self.rollout.sync_weights(self.actor)
 
     def refresh_reference(self) -> None:
-        """Make the reference the present policy, if there is one that moves."""
+        """Make a reference that moves the present policy."""
         if isinstance(self.roles.reference, MovingReference):
             with self._timer("refresh_reference"):
                 self.roles.reference.become(self.actor)
@@ -494,9 +474,9 @@ class Session:
             return _required(self.roles.reward_model, "reward_model").update(batch)
 
     def train_reward_model(self, pairs: Sequence[tuple[Rollout, Rollout]], iteration: int) -> Metrics:
-        """Take one step of the reward model on pairs (better, worse) of rollouts and on replayed ones of earlier iterations.
+        """Take one step of the reward model on pairs (better, worse), if there are any, and on replayed ones of earlier iterations.
 
-        Without pairs there is no step. Returns its metrics, and how many pairs are new and replayed.
+        Returns its metrics, and how many pairs are new and replayed.
         """
         history = _required(self.pair_replay, "reward_model")
         replayed = history.draw(len(pairs), iteration, self.step)
@@ -516,8 +496,8 @@ class Session:
     def evaluate(self) -> Metrics:
         """Return metrics of the present weights on the validation rows and prompts; empty without any.
 
-        Prompts are sampled as `val_kwargs` says, and their responses go to `val/step_N.jsonl`. In iterated training, whose reward
-        is the reward model's score, the reward of the rules is measured.
+        Prompts are sampled as `val_kwargs` says, and their responses go to `val/step_N.jsonl`. In iterated training the reward of
+        the rules is measured.
         """
         metrics, timer = dict[str, float](), self.progress.timer()
         if self.rows is not None and self.rows.val_data is not None:
@@ -528,7 +508,6 @@ class Session:
             prompts = [self.val_data.prompt(row, f"val-{row}") for row in range(len(self.val_data))]
             num_responses, console = len(prompts) * values.n, self.output.console
             with timer("testing"), console.progress("validating", num_responses, keep=False) as bar:
-                # Without an actor nothing is trained, and the engines have the weights that they were started with.
                 if self.roles.actor is not None:
                     self.rollout.sync_weights(self.roles.actor)
                 sampling = validation_sampling(values, training_sampling(self.config, VALIDATION))
@@ -559,28 +538,28 @@ class Session:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what decides the steps to come, besides the weights; it becomes a part of the checkpoint's JSON."""
+        """Return what decides the steps to come besides the weights, as JSON."""
         state: dict[str, Any] = {"loop": self.state}
         if self.rows is not None:
             return state | {"sampler": self.rows.state_dict(), "num_rows": len(self.rows.train_data)}
         if self._selection is None:
             return state
-        state |= {"sampler": self.selection.state_dict(), "advantage": self.advantage.state_dict()}
+        state |= {"sampler": self.selection.state_dict(), "advantage": self.advantage.kl_controller.state_dict()}
         state["num_rows"] = len(self.selection.data)
         if self.config.actor_rollout_ref.rollout.function is not None:
             state["rollout_function"] = self.sampler.state
         return state if self._flight is None else state | {"groups": self._flight.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from this state. Raises CheckpointError if that makes no sense, as with other training data."""
-        if self.config.trainer.val_only:  # it is that of the schedule which trained
+        """Go on from this state. Raises CheckpointError for other training data."""
+        if self.config.trainer.val_only:  # the state is that of the schedule which trained
             return
         self.state = state.get("loop", {name: state[name] for name in ("iterate",) if name in state})
         if self.rows is not None:
             self.rows.load_state_dict(state["sampler"])
         elif self._selection is not None:
             same_data = self.selection.load_state_dict(state["sampler"])
-            self.advantage.load_state_dict(state["advantage"])
+            self.advantage.kl_controller.load_state_dict(state["advantage"])
             self.sampler.state = state.get("rollout_function", {})
             if "groups" in state or self._flight is not None:
                 none: dict[str, Any] = {"num_batches": 0, "waiting": []}
@@ -588,7 +567,6 @@ class Session:
 
 
 def _required(part: Any, name: str) -> Any:
-    """Return the part of a run that a verb needs. Raises ValueError if it was not started."""
     if part is None:
         raise ValueError(f"this verb needs {name}, which this run has not; its schedule did not name it, or nothing needs it")
     return part

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: when it may stop, what it must finish first, and how long it has."""
+"""Signals that ask a run to stop: what it leaves, what it finishes first, and how long it has."""
 
 from __future__ import annotations
 
@@ -14,31 +14,28 @@ from grpo_rl.errors import Preempted
 from grpo_rl.telemetry.terminal.standard_streams import write_now
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-"""The signals of a batch system, of Ctrl-C, of a closed terminal, and a scheduler's early warning."""
+"""Those of a batch system, of Ctrl-C, of a closed terminal, and a scheduler's early warning."""
 INTERRUPTIBLE = frozenset({"start", "gen", "wait_for_rollouts", "reward", "testing"})
-"""Phases that nothing is lost by leaving: no rank is in a call that others wait for, no weight has changed."""
+"""Phases that can be left: no rank is in a call that others wait for, no weight has changed."""
 NOT_INSIDE = ("rich.", "grpo_rl.telemetry.")
-"""Modules whose functions are not left half-way: they hold the locks with which everything else is printed and logged."""
+"""Modules whose functions are not left half-way: they hold the locks of printing and logging."""
 SLACK = 1.5
 LEAVE_AGAIN_S = 2.0
 LOOK_S = 0.2
 NOTICE_S = 1.0
 ONE_PRESS_S = 0.5
-"""Seconds in which signals count as one Ctrl-C, which arrives several times below `timeout` and srun: from the
-terminal, and passed on by the parent."""
+"""Seconds in which signals count as one Ctrl-C, which `timeout` and srun pass on once more."""
 INTERRUPTED_CODE, PREEMPTED_CODE = 130, 75
 
 
 class Stop:
     """A request to stop from outside, and the time left to follow it.
 
-    The first signal starts the grace period. A step that will end in time is finished; a longer one is left if
-    that is possible, by raising Preempted in the main thread. When the grace period is over the process ends,
-    whatever it is doing: what was committed is safe. A second SIGINT ends it at once.
+    The first signal starts the grace period. A step that will end in time is finished; a longer one is left if possible, by
+    raising Preempted in the main thread. At the end of the grace period the process ends. A second SIGINT ends it at once.
 
-    The signal's handler runs between any two lines of the main thread. It takes no lock, starts no thread and prints
-    nothing, for the main thread may be in the middle of any of these: a thread that has waited from the beginning does
-    it, through a queue that is made for signal handlers.
+    The handler runs between any two lines of the main thread, which may hold any lock, so that a thread which was started before
+    prints for it.
     """
 
     def __init__(
@@ -50,11 +47,11 @@ class Stop:
     ) -> None:
         self.grace_s = grace_s
         self.on_deadline = on_deadline
-        """A function called by another thread just before the grace period ends the process."""
+        """Called by another thread just before the grace period ends the process."""
         self.notice = notice
-        """A function that shows a line to a person; called by another thread."""
+        """Shows a line; called by another thread."""
         self.give_back_terminal = give_back_terminal
-        """A function called before the process ends without another word; it takes no lock."""
+        """Called before the process ends; it takes no lock."""
         self.signal: str | None = None
         self._deadline = float("inf")
         self._interruptible = True
@@ -70,12 +67,12 @@ class Stop:
     # ---- what a run reports ----------------------------------------------------------------------------------
 
     def listen(self) -> None:
-        """Answer the signals from now on; again after a library has taken them for itself."""
+        """Answer the signals from now on; to be called again after a library has taken them for itself."""
         if self._watcher is None:
             self._watcher = threading.Thread(target=self._watch, name="grace", daemon=True)
             self._watcher.start()
         for number in SIGNALS:
-            # A run under nohup, whose terminal may close, was started with SIGHUP ignored: it goes on.
+            # Under nohup SIGHUP is ignored, and the run goes on.
             if number == signal.SIGHUP and number not in self._previous and signal.getsignal(number) == signal.SIG_IGN:
                 continue
             previous = signal.signal(number, self._on_signal)
@@ -87,31 +84,31 @@ class Stop:
         self._over.set()
         if self._watcher is not None:
             self._came.put("")
-            self._watcher.join(2.0)  # a signal of its own must not meet the handlers of before
+            self._watcher.join(2.0)  # its own signal must not meet the previous handlers
         for number, previous in self._previous.items():
             signal.signal(number, previous)  # type: ignore[arg-type]
         self._previous = {}
 
     def phase(self, name: str) -> None:
-        """Note that a phase begins. Raises Preempted where the run is to stop here."""
+        """Note that a phase begins. Raises Preempted if the run is to stop here."""
         self._interruptible = name in INTERRUPTIBLE
         self._leave_if_due()
 
     def step_begins(self) -> None:
-        """Note that a step begins. Raises Preempted when the run is to stop: between two steps it always can."""
+        """Note that a step begins. Raises Preempted if the run is to stop: between two steps it always can."""
         if self.signal is not None:
             self._leave()
         self._step_started = time.monotonic()
 
     def step_ends(self, save_s: float | None = None) -> None:
-        """Note that a step has ended; its duration decides whether the next one fits into the grace period."""
+        """Note that a step has ended: its seconds tell whether the next one fits into the grace period."""
         if self._step_started is not None:
             self._step_s = time.monotonic() - self._step_started
         if save_s is not None:
             self._save_s = save_s
 
     def finishing(self) -> None:
-        """Let signals interrupt nothing from now on: what is left to do is short, or is saving."""
+        """Let signals interrupt nothing from now on."""
         self._interruptible = False
 
     # ---- what a signal does ----------------------------------------------------------------------------------
@@ -135,12 +132,12 @@ class Stop:
             self._leave()
 
     def _leave(self) -> None:
-        # Raised in the middle of a destructor it is lost: then it comes again, until `finishing` is called.
+        # Raised in a destructor it is lost: it comes again, until `finishing` is called.
         self._next_leave = time.monotonic() + LEAVE_AGAIN_S
         raise Preempted(f"by {self.signal}")
 
     def _fits(self) -> bool:
-        """Return whether this step, if it takes as long as the last one or a little longer, ends with time left to save."""
+        """Return whether this step, if it takes a little longer than the last one, ends with time left to save."""
         if self._step_started is None:
             return False
         save_s = self._save_s if self._save_s < float("inf") else self.grace_s / 4
@@ -148,11 +145,11 @@ class Stop:
         return time.monotonic() < end and end + SLACK * save_s < self._deadline
 
     def _watch(self) -> None:
-        """Wait for a signal and say so; leave a step that takes longer than it should have; at the deadline end the process."""
+        """Wait for a signal and say so, leave a step that takes too long, and end the process at the deadline."""
         name = self._came.get()
         if not name:  # the run has ended
             return
-        # In a thread of its own: a terminal that is held up (Ctrl-S) must not hold up the deadline.
+        # A terminal that is held up (Ctrl-S) must not hold up the deadline.
         message = f"{name}: stopping within {self.grace_s:g} s (trainer.grace_s)"
         notice = threading.Thread(target=self.notice, args=(message,), name="notice", daemon=True)
         notice.start()
@@ -169,7 +166,6 @@ class Stop:
 
 
 def _is_inside(frame: FrameType | None, modules: tuple[str, ...]) -> bool:
-    """Return whether one of the functions that are running, innermost first, belongs to one of these modules."""
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).startswith(modules):
             return True

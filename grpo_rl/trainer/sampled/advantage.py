@@ -1,9 +1,8 @@
-"""Computes advantages from rewards: the step between scoring and training."""
+"""From rewards to advantages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,31 +20,26 @@ from grpo_rl.registry import needs_of, options_of
 from grpo_rl.trainer.sampled.trained import BASELINE_FAILED
 from grpo_rl.types import GREEDY, Batch, Metrics, Rollout
 
-_NO_FACTORS: Mapping[str, float] = MappingProxyType({})
 
-
-def estimator_options(config: AlgorithmConfig, factors: Mapping[str, float] = _NO_FACTORS) -> dict[str, Any]:
-    """Return the keywords for the configured estimator.
-
-    `factors` are those of the reward's parts, for one that reads the parts.
-    """
+def estimator_options(config: AlgorithmConfig, factors: Mapping[str, float] | None = None) -> dict[str, Any]:
+    """Return the keywords for the configured estimator; one that reads the reward's parts gets their `factors`."""
     estimate = ADVANTAGES.get(config.adv_estimator)
     options = chosen_options(ESTIMATOR, config, options_of(estimate))
     if "parts" in needs_of(estimate) and "weights" in options_of(estimate) and not config.reward_parts:
-        options["weights"] = list(factors.values())
+        options["weights"] = list((factors or {}).values())
     return options
 
 
 class Advantage:
     """The configured estimator, with the KL penalty in the reward if it is wanted."""
 
-    def __init__(self, config: AlgorithmConfig, factors: Mapping[str, float] = _NO_FACTORS, *, of_turns: bool = False) -> None:
+    def __init__(self, config: AlgorithmConfig, factors: Mapping[str, float] | None = None, *, of_turns: bool = False) -> None:
         """`of_turns`: the rollouts are episodes, whose steps are turns and add up to the reward."""
         self.config = config
         self.estimate = ADVANTAGES.get(config.adv_estimator)
         self.options = estimator_options(config, factors)
         self.needs = needs_of(self.estimate)
-        self.parts = tuple(config.reward_parts or factors) if "parts" in self.needs else ()
+        self.parts = tuple(config.reward_parts or factors or ()) if "parts" in self.needs else ()
         """Parts of the reward that the estimator reads."""
         self.places_turns = of_turns and "steps" not in self.needs and bool({"gamma", "lam"} & self.options.keys())
         """True if an estimator that follows the rewards from token to token gets those of turns at the ends of the turns."""
@@ -57,15 +51,12 @@ class Advantage:
         )
 
     def __call__(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """Return the batch with its advantages (and `returns_T` if there is a critic), and what to log of it.
-
-        The advantages are `advantages_N` if the estimator gives all tokens of a rollout the same, else `advantages_T`.
-        """
+        """Return the batch with `advantages_N` or `advantages_T` (and `returns_T` if there is a critic), and metrics."""
         check_finite(batch)
         metrics: Metrics = {}
         kl_T = self._kl(batch, metrics) if self.config.use_kl_in_reward else None
         kl_coef = metrics.get("actor/reward_kl_penalty_coeff", 0.0)
-        out = self.estimate(_inputs(batch, kl_T, kl_coef, places_turns=self.places_turns), **self.options)
+        out = self.estimate(self._inputs(batch, kl_T, kl_coef), **self.options)
         if batch.values_T is not None and out.returns_T is None:
             raise ConfigError(
                 f"algorithm.adv_estimator={self.config.adv_estimator}: gives no returns_T for the critic to learn"
@@ -79,14 +70,8 @@ class Advantage:
             batch = batch.replace(advantages_T=out.advantages_T)
         return batch, metrics | _advantage_metrics(batch)
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.kl_controller.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.kl_controller.load_state_dict(state)
-
     def _kl(self, batch: Batch, metrics: Metrics) -> Tensor:
-        """Return each token's KL from sampling policy to reference, whose mean per response steers the controller."""
+        """Return each token's KL from old policy to reference, whose mean per response steers the controller."""
         assert batch.old_logprobs_T is not None and batch.ref_logprobs_T is not None
         options = self.config.kl_penalty_options
         kl_T = kl_estimate(values(batch.old_logprobs_T), values(batch.ref_logprobs_T), self.config.kl_penalty, options=options)
@@ -96,13 +81,32 @@ class Advantage:
         self.kl_controller.update(mean, batch.num_rollouts)
         return kl_T
 
+    def _inputs(self, batch: Batch, kl_T: Tensor | None, kl_coef: float) -> AdvantageInput:
+        """Return the batch as estimators see it, with a KL penalty in the token rewards if there is one."""
+        columns: dict[str, Any] = {
+            "lengths_N": batch.trained_lengths_N,
+            "group_N": batch.group_N,
+            "rewards_N": batch.rewards_N,
+            "baselines_N": batch.baselines_N,
+            "step_ends_K": _step_ends(batch),
+            "step_rewards_K": batch.step_rewards_K,
+            "step_states_K": batch.step_states_K,
+            "reward_parts_NP": batch.reward_parts_NP,
+            "values_T": None if batch.values_T is None else values(batch.values_T),
+        }
+        check_rewards(batch.rewards_N)
+        step_rewards_K = batch.step_rewards_K if self.places_turns and columns["step_ends_K"] is not None else None
+        if kl_T is None and step_rewards_K is None:
+            return AdvantageInput(None, **columns)
+        rewards_N = batch.rewards_N if step_rewards_K is None else torch.zeros_like(batch.rewards_N)
+        rewards_T = token_rewards(rewards_N, batch.trained_lengths_N, kl_T, kl_coef)
+        if step_rewards_K is not None:
+            rewards_T.index_add_(0, columns["step_ends_K"], step_rewards_K)
+        return AdvantageInput(rewards_T, **columns)
+
 
 def check_finite(batch: Batch) -> None:
-    """Raise DivergedError for log-probs that are not finite: which column, which rollouts.
-
-    An update with them would be left out as not finite at best, and nothing would say that the reference or the engine is
-    broken.
-    """
+    """Raise DivergedError, with column and rollouts, for log-probs that are not finite."""
     columns = {
         "the engine's log-probs": batch.rollout_logprobs_T,
         "the reference's log-probs": batch.ref_logprobs_T,
@@ -110,11 +114,10 @@ def check_finite(batch: Batch) -> None:
         "the old log-probs": batch.old_logprobs_T,
     }
     for name, column in columns.items():
-        # A remote column was looked at where it was made.
         if column is None or (isinstance(column, RemoteColumn) and column.finite):
             continue
         column_T = values(column)
-        # A sum is finite if all its numbers are, unless they are beyond any log-prob; it needs no memory.
+        # The sum of finite log-probs is finite, and needs no memory.
         if bool(torch.isfinite(column_T.sum())):
             continue
         bad_T = ~torch.isfinite(column_T)
@@ -129,7 +132,7 @@ def check_finite(batch: Batch) -> None:
 
 
 def _step_ends(batch: Batch) -> Tensor | None:
-    """Return the positions of the steps' last tokens on the token axis of the whole batch."""
+    """Return the positions of the steps' last tokens among the trained tokens of the whole batch."""
     if batch.step_ends_K is None:
         return None
     assert batch.num_steps_N is not None
@@ -137,37 +140,8 @@ def _step_ends(batch: Batch) -> Tensor | None:
     return batch.step_ends_K + starts_N.repeat_interleave(batch.num_steps_N)
 
 
-def _inputs(batch: Batch, kl_T: Tensor | None, kl_coef: float, *, places_turns: bool = False) -> AdvantageInput:
-    """Return the batch as estimators see it, with a KL penalty in the token rewards if there is one.
-
-    With `places_turns` the reward of a turn is at its last token, and not that of the whole at the last of all.
-    """
-    columns: dict[str, Any] = {
-        "lengths_N": batch.trained_lengths_N,
-        "group_N": batch.group_N,
-        "rewards_N": batch.rewards_N,
-        "baselines_N": batch.baselines_N,
-        "step_ends_K": _step_ends(batch),
-        "step_rewards_K": batch.step_rewards_K,
-        "step_states_K": batch.step_states_K,
-        "reward_parts_NP": batch.reward_parts_NP,
-        "values_T": None if batch.values_T is None else values(batch.values_T),
-    }
-    ends_K = columns["step_ends_K"]
-    at_turns = places_turns and ends_K is not None and batch.step_rewards_K is not None
-    check_rewards(batch.rewards_N)
-    if kl_T is None and not at_turns:
-        return AdvantageInput(None, **columns)
-    rewards_N = torch.zeros_like(batch.rewards_N) if at_turns else batch.rewards_N
-    rewards_T = token_rewards(rewards_N, batch.trained_lengths_N, kl_T, kl_coef)
-    if at_turns:
-        assert batch.step_rewards_K is not None
-        rewards_T.index_add_(0, ends_K, batch.step_rewards_K)
-    return AdvantageInput(rewards_T, **columns)
-
-
 def _shared_states(batch: Batch) -> float:
-    """Return the share of turns whose state is that of another turn of their group, too: the others are compared with none."""
+    """Return the share of turns whose state is that of another turn of their group, too."""
     assert batch.step_states_K is not None and batch.num_steps_N is not None
     group_K = batch.group_N.repeat_interleave(batch.num_steps_N)
     counts = torch.unique(torch.stack([group_K, batch.step_states_K], dim=1), dim=0, return_counts=True)[1]
@@ -191,11 +165,9 @@ def _advantage_metrics(batch: Batch) -> Metrics:
 
 
 def with_baselines(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Return the sampled rollouts, each with the reward of its prompt's greedy response as `baseline`.
+    """Return the sampled rollouts, each with the reward of its prompt's greedy response as `baseline`, if there are greedy ones.
 
-    A prompt is identified by its uid. The greedy responses themselves end here: they are compared with and not trained
-    on. If the greedy one's reward failed, so have all that would be compared with it. Without any the rollouts are
-    returned as they are. Raises ValueError for a prompt that alone has none.
+    If a greedy one's reward failed, so have all that are compared with it. Raises ValueError if a prompt alone has none.
     """
     greedy = {rollout.prompt.uid: rollout for rollout in rollouts if rollout.sample_index == GREEDY}
     if not greedy:

@@ -1,4 +1,4 @@
-"""The way to rollouts by a function of the user's own, `actor_rollout_ref.rollout.function=my_rollouts.py:play`, and what it works with."""
+"""Rollouts by a user's function, `actor_rollout_ref.rollout.function=my_rollouts.py:play`, and what it works with."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FURTHER = 104_729
 class Sampler:
     """The engines and the reward, for a function that makes the rollouts of a step's prompts.
 
-    All that it returns is scored unless it has been, and trained: rollouts with the same prompt uid are a group.
+    What it returns is scored unless it has been, and trained: rollouts with the same prompt uid are a group.
     """
 
     def __init__(self, session: Session) -> None:
@@ -47,7 +47,7 @@ class Sampler:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forget what was asked for in the last step; the session calls it."""
+        """Forget the last step's calls; the session calls it."""
         self._num_calls, self._num_samples, self._num_prompts = Counter[str](), Counter[str](), Counter[str]()
 
     @property
@@ -74,9 +74,9 @@ class Sampler:
     def next_turn(
         self, rollouts: Sequence[Rollout], messages: str | Sequence[str], sampling: Sampling | None = None
     ) -> list[Rollout]:
-        """Return each rollout with a user's message behind it and another turn: the turns are trained, the message is context.
+        """Return each rollout with a user's message, which is not trained, and another turn.
 
-        `messages` is one for all, or one for each. All turns and messages share data.max_response_length; a rollout without room for
+        `messages` is one for all, or one for each. Turns and messages share data.max_response_length; a rollout without room for
         another turn stays as it is. Raises ConfigError for a chat template that rewrites earlier turns.
         """
         texts = [messages] * len(rollouts) if isinstance(messages, str) else list(messages)
@@ -116,7 +116,7 @@ class Sampler:
         return self._session.rewarded(rollouts)
 
     def prompt(self, source: Prompt, content: str | Sequence[Message] | Sequence[int] | np.ndarray) -> Prompt:
-        """Return a prompt of the same row with other content: a text, chat messages, or token ids. Its rollouts are another group.
+        """Return a prompt of the same row with another text, chat messages or token ids. Its rollouts are another group.
 
         Raises DataError for messages that the chat template refuses, ValueError for more than data.max_prompt_length tokens.
         """
@@ -138,7 +138,7 @@ class Sampler:
         return Prompt(uid, np.array(token_ids), text, source.data_source, source.ground_truth, source.extra_info, messages)
 
     def played(self, name: str, prompts: Sequence[Prompt]) -> list[Rollout]:
-        """Return what a rollout function makes of the prompts. Raises FunctionError for something else than rollouts."""
+        """Return what a rollout function makes of the prompts. Raises FunctionError if these are no rollouts."""
         answer: Any = ROLLOUTS.get(name)(self, list(prompts))
         if not isinstance(answer, list | tuple) or not answer or not all(isinstance(entry, Rollout) for entry in answer):
             raise FunctionError(f"rollout function {name} returned {str(answer)[:80]}; it returns a list of rollouts")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from grpo_rl.config.schema.tree import Config
@@ -11,10 +10,8 @@ from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.data.draw_order import Curriculum, RowOrder, make_row_order
 from grpo_rl.data.row_set import TrainingSet
 from grpo_rl.data.sources.source import differences
-from grpo_rl.errors import CheckpointError, ConfigError, DataError, FunctionError, RewardError
+from grpo_rl.errors import CheckpointError, DataError, FunctionError, RewardError
 from grpo_rl.registry import Registry
-from grpo_rl.rewards.combined import factors_of
-from grpo_rl.rewards.compose import LIFTED
 from grpo_rl.trainer.sampled.trained import with_reward
 from grpo_rl.types import Metrics, Prompt, Rollout
 
@@ -22,20 +19,8 @@ FILTERS: Registry[Callable[[list[Rollout]], bool]] = Registry("group filter", "k
 """Users' functions that say whether a group is trained, of its rollouts that have a reward."""
 
 
-@dataclass(frozen=True, slots=True)
-class Selected:
-    """The rollouts of one step."""
-
-    trained: list[Rollout]
-    """The rollouts that are trained on, groups in the order in which they were drawn, without members whose reward
-    failed. May be none without refilling."""
-    sampled: list[Rollout]
-    """All that were sampled for the step, which show how good the policy is."""
-    metrics: Metrics
-
-
 class Selection:
-    """Draws prompts for one step after the other, and chooses the groups that are trained.
+    """Draws prompts, and chooses the groups that are trained.
 
     With `algorithm.filter_groups` groups without signal are replaced by those of further prompts, or left out (dynamic
     sampling: DAPO, arXiv 2503.14476, section 3.2; zero-variance filter: ScaleRL, arXiv 2510.13786, section 3). With
@@ -50,11 +35,11 @@ class Selection:
         self.num_wanted = config.data.train_batch_size
         self.settings = config.data
         self.retired: set[int] = set()
-        """The rows of prompts that are learnt: their latest pass rate reached the bound. They stay retired."""
+        """The rows of prompts whose latest pass rate reached the bound. They stay retired."""
         self.sampler = make_row_order(config, data, self.retired.__contains__)
 
     def prompts(self, rows: Sequence[int] | None = None) -> list[tuple[int, Prompt]]:
-        """Return the next batch of prompts, each with its row; those of `rows`, if these are named.
+        """Return the next batch of prompts, or those of `rows`, each with its row.
 
         Raises DataError for a row that cannot be used; the next draw then begins with the same rows.
         """
@@ -63,7 +48,7 @@ class Selection:
             return [(row, self.data.prompt(row, uid)) for row, uid in drawn]
 
     def note(self, rows: Mapping[str, int], rollouts: Sequence[Rollout]) -> None:
-        """Note how many responses to each prompt passed, if what is drawn next depends on it; `rows` are by uid."""
+        """Note how many responses to each prompt passed, if later draws depend on it; `rows` are by uid."""
         bound, curriculum = self.settings.retire_above, self.sampler if isinstance(self.sampler, Curriculum) else None
         if bound is None and curriculum is None:
             return
@@ -75,32 +60,39 @@ class Selection:
             if uid in rows and bound is not None and passed >= bound * len(values):
                 self.retired.add(rows[uid])
 
-    def choose(self, sampled: list[Rollout], draw_more: Callable[[], list[Rollout]], spared: int = 0) -> Selected:
-        """Return what is trained of the scored rollouts of one batch of prompts.
+    def choose(
+        self, rollouts: Sequence[Rollout], draw_more: Callable[[], list[Rollout]], num_spared: int = 0
+    ) -> tuple[list[Rollout], Metrics]:
+        """Return the rollouts with a reward of the groups to train, in the order in which they were drawn; and metrics.
 
-        With refilling, `draw_more` returns those of further batches, until as many groups have a signal as a step trains, without
-        those that are `spared`. Raises DataError if too few have one in `max_num_gen_batches` batches.
+        With refilling, `draw_more` returns the scored rollouts of further batches, until as many groups have a signal as a step
+        trains, without `num_spared`. Raises DataError if too few have one in `max_num_gen_batches` batches.
         """
         if not self.filters.enable:
-            return Selected(with_reward(sampled), sampled, self._data_metrics())
-        groups, num_batches, num_wanted = self.with_signal(sampled), 1, self.num_wanted - spared * self.refills
+            return with_reward(rollouts), self._data_metrics()
+        groups, num_groups, num_batches = self.with_signal(rollouts), len(by_uid(rollouts)), 1
+        num_wanted = self.num_wanted - num_spared * self.refills
         while self.refills and len(groups) < num_wanted:
             if num_batches == self.filters.max_num_gen_batches or self.exhausted:
                 retired = "; all other prompts are retired" if num_batches < self.filters.max_num_gen_batches else ""
-                raise DataError(self.too_few(len(groups), len(by_uid(sampled)), num_batches) + retired)
+                raise DataError(self.too_few(len(groups), num_groups, num_batches) + retired)
             rollouts = draw_more()
-            sampled, groups, num_batches = sampled + rollouts, groups + self.with_signal(rollouts), num_batches + 1
-        return self._selected(groups, sampled, num_batches, num_wanted)
+            groups += self.with_signal(rollouts)
+            num_groups, num_batches = num_groups + len(by_uid(rollouts)), num_batches + 1
+        trained = [rollout for group in groups[:num_wanted] for rollout in group]
+        return trained, self.metrics(len(groups), num_groups, num_batches)
 
-    def refilled(self, trained: list[Rollout], sampled: list[Rollout], num_batches: int) -> Selected:
-        """Return what is trained of groups that all have a signal, beside those `sampled` that have none."""
-        return self._selected(list(by_uid(with_reward(trained)).values()), sampled, num_batches, self.num_wanted)
+    def metrics(self, num_kept: int, num_groups: int, num_batches: int) -> Metrics:
+        """Return how many groups of how many batches of prompts had a signal, and how many prompts are retired."""
+        return {
+            "filter_groups/num_gen_batches": float(num_batches),
+            "filter_groups/kept_fraction": num_kept / num_groups,
+        } | self._data_metrics()
 
     def with_signal(self, rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
-        """Return the groups in which the metric differs, or which the user's function keeps, in their order.
+        """Return the groups in which the metric differs, or which the user's function keeps; members without a reward take no part.
 
-        The metrics themselves are compared, not a standard deviation that rounding keeps from 0. Members whose reward failed
-        take no part; a group of one has no signal.
+        The metrics themselves are compared, not a standard deviation that rounding keeps from 0.
         """
         return [group for group in by_uid(with_reward(rollouts)).values() if self._has_signal(group)]
 
@@ -111,15 +103,6 @@ class Selection:
         if is_kept is None:
             raise FunctionError(f"group filter {self.filters.metric} returned None; it returns whether the group is trained")
         return bool(is_kept)
-
-    def _selected(self, groups: list[list[Rollout]], sampled: list[Rollout], num_batches: int, num_wanted: int) -> Selected:
-        """Return as many of the groups with a signal as a step trains."""
-        metrics = {
-            "filter_groups/num_gen_batches": float(num_batches),
-            "filter_groups/kept_fraction": len(groups) / len(by_uid(sampled)),
-        }
-        trained = [rollout for group in groups[:num_wanted] for rollout in group]
-        return Selected(trained, sampled, metrics | self._data_metrics())
 
     @property
     def epoch(self) -> int:
@@ -132,15 +115,10 @@ class Selection:
         return len(self.data) - len(self.retired) < self.sampler.batch_size
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data, what is retired, and what the data were."""
         return self.sampler.state_dict() | {"retired": sorted(self.retired), "data": self.data.fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Continue where `state` was taken; a run that begins to retire prompts when it resumes begins with none.
-
-        Returns whether it continues: with data.allow_change the next epoch of data that have changed begins instead. Raises
-        CheckpointError for such data otherwise.
-        """
+        """Continue as `resume_order` does, and return whether it continues. A run that begins to retire prompts begins with none."""
         if not resume_order(self.sampler, self.data, state, allow_change=self.settings.allow_change):
             return False
         self.retired.clear()  # what draws looks at this very set
@@ -158,14 +136,13 @@ class Selection:
         )
 
     def _data_metrics(self) -> Metrics:
-        """Return how many prompts are retired, if any can be."""
         return {} if self.settings.retire_above is None else {"data/retired_fraction": len(self.retired) / len(self.data)}
 
 
 def resume_order(
     sampler: RowOrder, data: PromptDataset | TrainingSet[Any], state: dict[str, Any], *, allow_change: bool
 ) -> bool:
-    """Let the sampler continue where `state` was taken; return False if the next epoch of other data begins instead.
+    """Let the sampler continue where `state` was taken; return False if data have changed and their next epoch begins instead.
 
     Raises CheckpointError for data that have changed, unless that is allowed.
     """
@@ -188,7 +165,7 @@ def resume_order(
 
 
 def metric_of(rollout: Rollout, name: str, factors: Mapping[str, float]) -> float:
-    """Return `score` (the sum of the reward's parts, each times its factor), `seq_reward` (the reward itself), or a part by its name.
+    """Return `score` (the weighted sum of the reward's parts), `seq_reward` (the reward itself), or a part by its name.
 
     Raises RewardError for a part that this rollout's reward does not have.
     """
@@ -205,18 +182,6 @@ def metric_of(rollout: Rollout, name: str, factors: Mapping[str, float]) -> floa
             f"it has {', '.join(sorted(parts))}, and score and seq_reward are always there"
         )
     return parts[name]
-
-
-def check_metric(name: str, config: Config) -> None:
-    """Raise ConfigError for a metric that no reward of this run can have; `function/key` is known only when it is called."""
-    try:
-        names = list(factors_of(config))
-    except ConfigError:
-        return  # reported by itself
-    overlong = ["overlong"] if config.reward.overlong_buffer.tokens is not None else []
-    possible = ["score", "seq_reward", *names, *overlong, *LIFTED]
-    if name not in possible and name.partition("/")[0] not in names:
-        raise ConfigError(f"={name}: no part of the reward is called so; one of {', '.join(possible)}")
 
 
 def by_uid(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:

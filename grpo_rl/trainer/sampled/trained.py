@@ -1,4 +1,4 @@
-"""What is trained of scored rollouts: those with a reward, the penalty for long ones, and their tokens with weights."""
+"""The rollouts and tokens that are trained: those with a reward, the penalty for long ones, masks and weights."""
 
 from __future__ import annotations
 
@@ -17,26 +17,24 @@ from grpo_rl.rewards.contract import summary
 from grpo_rl.types import GREEDY, Batch, Metrics, Rollout
 
 BASELINE_FAILED = "baseline_failed"
-"""The failure of a rollout of which the greedy response it is compared with has no reward."""
+"""The failure of a rollout whose prompt's greedy response has no reward."""
 _NAMES = {"timeouts": "_timeout", "errors": "_error", "invalid": "_invalid"}
-"""The endings of the names of failures, of rules (reward_timeout) as of models (judge_timeout)."""
+"""The endings of the names of failures, as in reward_timeout and judge_timeout."""
 
 
 def is_trained(rollout: Rollout) -> bool:
-    """Return whether the rollout can be trained on: it has a reward, if only the one of reward.failure_value, and what it is compared with."""
+    """Return whether the rollout has a reward, perhaps reward.failure_value, and the baseline that it is compared with."""
     return rollout.reward is not None and rollout.failure != BASELINE_FAILED
 
 
 def with_reward(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Return the rollouts that can be trained on; groups get smaller, and go if none of their rollouts is left."""
     return [rollout for rollout in rollouts if is_trained(rollout)]
 
 
 def failure_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     """Return how many rewards failed in which way, and how many rollouts are not trained for it.
 
-    `reward/failed_baselines` counts prompts and `reward/broken_groups` groups of which one response or none is left, which
-    compare nothing any more; both only on steps that have some.
+    `reward/failed_baselines` counts prompts, `reward/broken_groups` groups with less than two responses left; both only if there are any.
     """
     metrics = {f"reward/{name}": float(sum((r.failure or "").endswith(end) for r in rollouts)) for name, end in _NAMES.items()}
     metrics["reward/dropped"] = float(sum(not is_trained(rollout) for rollout in rollouts))
@@ -51,7 +49,6 @@ def failure_metrics(rollouts: Sequence[Rollout]) -> Metrics:
 
 
 def scored(rewarder: Rewarder, rollouts: Sequence[Rollout], warn: Callable[[str], None]) -> list[Rollout]:
-    """Return the rollouts with their rewards. If rewards failed, `warn` is called with how many and why."""
     waited = rewarder.wait(rollouts)
     # Truncated episodes are dropped because the configuration says so: they have a metric, and need no warning.
     failed = [rollout for rollout in waited if rollout.failure is not None and not rollout.failure.startswith("truncated_")]
@@ -62,10 +59,7 @@ def scored(rewarder: Rewarder, rollouts: Sequence[Rollout], warn: Callable[[str]
 
 
 def penalize_overlong(rollouts: Sequence[Rollout], config: OverlongBufferConfig, max_length: int) -> list[Rollout]:
-    """Return the scored rollouts with the penalty for long responses in their rewards, and as a part called `overlong`.
-
-    One whose reward failed keeps what it has: none, or a fixed value.
-    """
+    """Return the rollouts with the penalty for long responses in their rewards, unless these failed, and as a part `overlong`."""
     if config.len is None or not config.enable:
         return list(rollouts)
     lengths_N = torch.tensor([len(rollout.response_ids) for rollout in rollouts])
@@ -79,46 +73,34 @@ def penalize_overlong(rollouts: Sequence[Rollout], config: OverlongBufferConfig,
     return list(rollouts)
 
 
-class TrainedTokens:
-    """Decides, between advantages and update, which tokens are trained and with what weight.
+def trained_tokens(batch: Batch, config: AlgorithmConfig) -> tuple[Batch, Metrics]:
+    """Return the batch, whose advantages are those of whole responses, of its trained tokens alone, with `weights_T` if they are weighed.
 
-    Advantages are made before, over whole responses; here the choice of tokens is applied, once for all that follows.
+    The metrics `rollout_corr/*` say how far engine and trainer are apart; if nothing is corrected, the actor's ranks measure that.
+    `rollout/trained_token_fraction` is there if tokens may be left out.
     """
-
-    def __init__(self, config: AlgorithmConfig) -> None:
-        self.correction = RolloutCorrection.from_config(config.rollout_correction)
-        self.mask_truncated = config.mask_truncated
-
-    def __call__(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """Return the batch of the trained tokens, with `weights_T` if they are weighed, and what to log.
-
-        The metrics `rollout_corr/*` say how far engine and trainer are apart. If nothing is corrected, the actor
-        measures that distance in its update: its ranks have the log-probs. `rollout/trained_token_fraction` is there
-        if tokens may be left out.
-        """
-        metrics: Metrics = {}
-        whole_N = torch.ones(batch.num_rollouts, dtype=torch.bool)
-        masks = self.mask_truncated or batch.masked_N is not None
-        if self.mask_truncated:
-            assert batch.truncated_N is not None
-            whole_N = ~batch.truncated_N
-        if batch.masked_N is not None:
-            whole_N = whole_N & ~batch.masked_N
-        if masks:
-            metrics["rollout/masked_fraction"] = float((~whole_N).double().mean())
-        previous_num_trained = batch.num_trained_tokens
-        if masks:
-            batch = batch.keep(Segments(batch.trained_lengths_N).broadcast(whole_N))
-        if batch.old_logprobs_T is not None and self.correction.active:
-            assert batch.rollout_logprobs_T is not None, "these responses were sampled"
-            # A response that was masked is in no mean of the correction.
-            segments = Segments(batch.trained_lengths_N[whole_N])
-            old_T, engine_T = values(batch.old_logprobs_T), values(batch.rollout_logprobs_T)
-            result = correct(self.correction, old_T, engine_T, segments)
-            metrics |= {f"rollout_corr/{name}": value for name, value in result.metrics.items()}
-            batch = batch.replace(weights_T=result.weights_T)
-            if result.trained_T is not None:
-                batch = batch.keep(result.trained_T)
-        if masks or (self.correction.active and self.correction.rollout_rs):
-            metrics["rollout/trained_token_fraction"] = batch.num_trained_tokens / max(1, previous_num_trained)
-        return batch, metrics
+    metrics: Metrics = {}
+    correction = RolloutCorrection.from_config(config.rollout_correction)
+    whole_N = torch.ones(batch.num_rollouts, dtype=torch.bool)
+    num_tokens = batch.num_trained_tokens
+    masks = config.mask_truncated or batch.masked_N is not None
+    if config.mask_truncated:
+        assert batch.truncated_N is not None
+        whole_N = ~batch.truncated_N
+    if batch.masked_N is not None:
+        whole_N = whole_N & ~batch.masked_N
+    if masks:
+        metrics["rollout/masked_fraction"] = float((~whole_N).double().mean())
+        batch = batch.keep(Segments(batch.trained_lengths_N).broadcast(whole_N))
+    if batch.old_logprobs_T is not None and correction.active:
+        assert batch.rollout_logprobs_T is not None, "these responses were sampled"
+        # A response that was masked is in no mean of the correction.
+        segments = Segments(batch.trained_lengths_N[whole_N])
+        result = correct(correction, values(batch.old_logprobs_T), values(batch.rollout_logprobs_T), segments)
+        metrics |= {f"rollout_corr/{name}": value for name, value in result.metrics.items()}
+        batch = batch.replace(weights_T=result.weights_T)
+        if result.trained_T is not None:
+            batch = batch.keep(result.trained_T)
+    if masks or (correction.active and correction.rollout_rs):
+        metrics["rollout/trained_token_fraction"] = batch.num_trained_tokens / max(1, num_tokens)
+    return batch, metrics

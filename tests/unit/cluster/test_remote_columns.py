@@ -28,7 +28,7 @@ from grpo_rl.rollout.reports import pack, unpack
 from grpo_rl.trainer.metrics import batch_metrics
 from grpo_rl.trainer.progress import Timer
 from grpo_rl.trainer.sampled.advantage import check_finite
-from grpo_rl.trainer.sampled.trained import TrainedTokens
+from grpo_rl.trainer.sampled.trained import trained_tokens
 from grpo_rl.types import Batch, Completion, Prompt, Rollout, Support
 from grpo_rl.workers.instruments import Instruments
 from grpo_rl.workers.sharded_policy import as_block
@@ -246,7 +246,7 @@ def trained(old_logprobs: OldLogprobs, ranks: Ranks, made: list[Rollout]) -> tup
     check_finite(batch)
     batch_metrics(batch, Timer())
     batch = batch.replace(advantages_T=0.25 + torch.arange(batch.num_trained_tokens, dtype=torch.float32))
-    batch, _ = TrainedTokens(AlgorithmConfig(rollout_correction=RolloutCorrectionConfig(bypass_mode=True)))(batch)
+    batch, _ = trained_tokens(batch, AlgorithmConfig(rollout_correction=RolloutCorrectionConfig(bypass_mode=True)))
     role.update(batch)
     return batch, [worker.trained for worker in ranks.workers]
 
@@ -352,13 +352,13 @@ def test_log_probs_that_are_not_finite_are_named_wherever_they_lie() -> None:
 @pytest.mark.parametrize("mask_truncated", [False, True])
 def test_corrections_weigh_tokens_by_the_engines_log_probs_wherever_they_lie(mask_truncated: bool) -> None:
     correction = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=2.0)
-    decide = TrainedTokens(AlgorithmConfig(rollout_correction=correction, mask_truncated=mask_truncated))
+    algorithm = AlgorithmConfig(rollout_correction=correction, mask_truncated=mask_truncated)
     results = []
     for made in (away(), here()):
         made[3].finish_reason = "length"
         batch = collate(made)
         old_T = -1.3 * (1 + torch.arange(batch.num_trained_tokens) % 7)
-        results.append(decide(batch.replace(old_logprobs_T=old_T)))
+        results.append(trained_tokens(batch.replace(old_logprobs_T=old_T), algorithm))
     (ours, our_metrics), (theirs, their_metrics) = results
     assert our_metrics == their_metrics and len(our_metrics) > 3
     assert_equal(ours.local(fetch), theirs)

@@ -16,7 +16,7 @@ from grpo_rl.data.collate import collate
 from grpo_rl.errors import ConfigError, DivergedError
 from grpo_rl.trainer.metrics import rollout_metrics
 from grpo_rl.trainer.sampled.advantage import Advantage, with_baselines
-from grpo_rl.trainer.sampled.trained import TrainedTokens, scored, with_reward
+from grpo_rl.trainer.sampled.trained import scored, trained_tokens, with_reward
 from grpo_rl.types import GREEDY, Batch, Episode, PlayedTurn, Prompt, Rollout
 
 
@@ -281,7 +281,7 @@ def away(d: list[float], lengths: list[int], truncated: list[bool] | None = None
 
 def trained(batch: Batch, mask_truncated: bool = False, **correction: object) -> tuple[Batch, dict[str, float]]:
     config = AlgorithmConfig(mask_truncated=mask_truncated, rollout_correction=RolloutCorrectionConfig(**correction))
-    return TrainedTokens(config)(batch)
+    return trained_tokens(batch, config)
 
 
 def test_without_correction_nothing_is_weighed_and_the_distance_is_left_to_the_actor() -> None:
@@ -339,7 +339,7 @@ def test_a_masked_episode_counts_in_its_group_and_none_of_its_tokens_is_trained(
     batch = collate([episode(0, 1.0), episode(1, 0.0, masked=True), episode(2, 0.0)])
     batch, _ = Advantage(AlgorithmConfig(norm_adv_by_std_in_grpo=False))(batch)
     assert batch.token_advantages().tolist() == pytest.approx([*[2 / 3] * 4, *[-1 / 3] * 8])
-    trained, metrics = TrainedTokens(AlgorithmConfig())(batch)
+    trained, metrics = trained_tokens(batch, AlgorithmConfig())
     assert trained.trained_lengths_N.tolist() == [4, 0, 4]
     assert trained.token_ids_S[trained.positions_T].tolist() == [10, 11, 20, 21, 12, 11, 22, 21]
     assert metrics == {"rollout/masked_fraction": 1 / 3, "rollout/trained_token_fraction": 2 / 3}

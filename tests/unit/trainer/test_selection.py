@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -18,9 +18,9 @@ from grpo_rl.config.schema.tree import (
 from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.errors import DataError, FunctionError
 from grpo_rl.models.builtin import build_tokenizer
-from grpo_rl.trainer.sampled.selection import Selected, Selection, metric_of
+from grpo_rl.trainer.sampled.selection import Selection, metric_of
 from grpo_rl.trainer.sampled.trained import penalize_overlong
-from grpo_rl.types import Prompt, Rollout
+from grpo_rl.types import Metrics, Prompt, Rollout
 
 FACTORS = {"auto": 1.0}
 MIXED, SOLVED, FAILED = [1.0, 0.0], [1.0, 1.0], [0.0, 0.0]
@@ -55,16 +55,26 @@ def answers(scores: Mapping[int, Sequence[float | None]]) -> Callable[[list[Prom
     return sample
 
 
+class Selected(NamedTuple):
+    """The rollouts of a step."""
+
+    trained: list[Rollout]
+    sampled: list[Rollout]
+    metrics: Metrics
+
+
 def step(selection: Selection, sample: Callable[[list[Prompt]], list[Rollout]]) -> Selected:
-    """The rollouts of the next step."""
+    sampled: list[Rollout] = []
 
     def draw() -> list[Rollout]:
         drawn = selection.prompts()
         rollouts = sample([prompt for _, prompt in drawn])
         selection.note({prompt.uid: row for row, prompt in drawn}, rollouts)
+        sampled.extend(rollouts)
         return rollouts
 
-    return selection.choose(draw(), draw)
+    trained, metrics = selection.choose(draw(), draw)
+    return Selected(trained, sampled, metrics)
 
 
 def uids(rollouts: Sequence[Rollout]) -> list[str]:
