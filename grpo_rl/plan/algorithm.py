@@ -39,9 +39,9 @@ from grpo_rl.models.load import load_tokenizer
 from grpo_rl.registry import check_options, needs_of, options_of
 from grpo_rl.rewards.combined import factors_of, may_score_steps
 from grpo_rl.rewards.compose import LIFTED
-from grpo_rl.trainer.sampled.advantage import estimator_options
 from grpo_rl.trainer.sampled.sampler import ROLLOUTS
 from grpo_rl.trainer.sampled.selection import FILTERS
+from grpo_rl.trainer.sampled.trained import estimator_options
 
 ACTS_AT_ONE = ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "negative_low", "negative_high")
 """Options of losses that change the gradient even if every ratio is 1; others bound the ratio."""

@@ -40,7 +40,7 @@ from grpo_rl.registry import coefficient_of, shown
 from grpo_rl.rewards.combined import describe_models, describe_roles
 from grpo_rl.rollout.engine import EngineSpec
 from grpo_rl.rollout.vllm.vllm_patches import gaps
-from grpo_rl.trainer.sampled.advantage import estimator_options
+from grpo_rl.trainer.sampled.trained import estimator_options
 
 WIDTH = 100
 _LABEL = 13

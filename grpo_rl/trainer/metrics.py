@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from grpo_rl.trainer.progress import Timer
-from grpo_rl.trainer.sampled.trained import failure_metrics
-from grpo_rl.types import TRUNCATED, Batch, Metrics, Rollout
+from grpo_rl.trainer.sampled.trained import BASELINE_FAILED, is_trained
+from grpo_rl.types import GREEDY, TRUNCATED, Batch, Metrics, Rollout
 
 COUNTS = ("tool_calls", "failed_calls", "malformed_calls")
 """Counts that every run with episodes has."""
+FAILURES = {"timeouts": "_timeout", "errors": "_error", "invalid": "_invalid"}
+"""The endings of the names of failures, as in reward_timeout and judge_timeout."""
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:
@@ -37,6 +39,25 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:
         if name.rpartition("/")[2] != "answer":
             metrics |= {f"reward/{name}": _mean(values), f"reward/{name}/std": float(np.std(values))}
     return metrics
+
+
+def failure_metrics(rollouts: Sequence[Rollout]) -> Metrics:
+    """Return how many rewards failed in which way, and how many rollouts are not trained for it.
+
+    `reward/failed_baselines` counts prompts, `reward/broken_groups` groups with less than two responses left; both only if there are any.
+    """
+    metrics = {
+        f"reward/{name}": float(sum((r.failure or "").endswith(end) for r in rollouts)) for name, end in FAILURES.items()
+    }
+    metrics["reward/dropped"] = float(sum(not is_trained(rollout) for rollout in rollouts))
+    baselines = {rollout.prompt.uid for rollout in rollouts if rollout.failure == BASELINE_FAILED}
+    sampled = [rollout for rollout in rollouts if rollout.sample_index != GREEDY]
+    trained_counts = Counter(rollout.prompt.uid for rollout in sampled if is_trained(rollout))
+    broken = [
+        uid for uid, size in Counter(rollout.prompt.uid for rollout in sampled).items() if trained_counts[uid] < min(2, size)
+    ]
+    counts = {"reward/failed_baselines": len(baselines), "reward/broken_groups": len(broken)}
+    return metrics | {name: float(count) for name, count in counts.items() if count}
 
 
 def episode_metrics(rollouts: Sequence[Rollout]) -> Metrics:

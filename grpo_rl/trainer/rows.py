@@ -25,8 +25,8 @@ from grpo_rl.data.row_set import TrainingRows, TrainingSet
 from grpo_rl.faults import fault_point
 from grpo_rl.protocols import Actor, TrainedRewardModel
 from grpo_rl.trainer.parts import Roles
-from grpo_rl.trainer.sampled.advantage import check_finite
 from grpo_rl.trainer.sampled.selection import resume_order
+from grpo_rl.trainer.sampled.trained import check_finite
 from grpo_rl.types import Batch, Counts, Metrics
 
 if TYPE_CHECKING:

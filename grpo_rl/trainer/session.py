@@ -34,10 +34,17 @@ from grpo_rl.trainer.parts import VALIDATION, Output, Roles, Step, training_samp
 from grpo_rl.trainer.progress import StepProgress, Timer, advancing
 from grpo_rl.trainer.replay import GroupReplay, PairReplay
 from grpo_rl.trainer.rows import Rows, with_kl
-from grpo_rl.trainer.sampled.advantage import Advantage, check_finite, with_baselines
 from grpo_rl.trainer.sampled.sampler import Sampler
 from grpo_rl.trainer.sampled.selection import Selection
-from grpo_rl.trainer.sampled.trained import penalize_overlong, scored, trained_tokens, with_reward
+from grpo_rl.trainer.sampled.trained import (
+    Advantage,
+    check_finite,
+    penalize_overlong,
+    scored,
+    trained_tokens,
+    with_baselines,
+    with_reward,
+)
 from grpo_rl.types import Batch, Counts, Metrics, Prompt, Rollout, Sampling
 
 

@@ -1,25 +1,30 @@
-"""The rollouts and tokens that are trained: those with a reward, the penalty for long ones, masks and weights."""
+"""From scored rollouts to what is trained: failures, baselines, advantages, masks and weights."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from grpo_rl.algos.advantages.contract import RolloutAdvantages, check_rewards
+from grpo_rl.algos.advantages.registered import ADVANTAGES, AdvantageInput, token_rewards
 from grpo_rl.algos.correction import RolloutCorrection, correct
+from grpo_rl.algos.kl import AdaptiveKlController, FixedKlController, kl_estimate
 from grpo_rl.algos.segments import Segments
 from grpo_rl.algos.shaping import overlong_penalty
-from grpo_rl.columns import values
+from grpo_rl.columns import RemoteColumn, values
+from grpo_rl.config.function_options import ESTIMATOR, chosen_options
 from grpo_rl.config.schema.tree import AlgorithmConfig, OverlongBufferConfig
+from grpo_rl.errors import ConfigError, DivergedError
 from grpo_rl.protocols import Rewarder
+from grpo_rl.registry import needs_of, options_of
 from grpo_rl.rewards.contract import summary
 from grpo_rl.types import GREEDY, Batch, Metrics, Rollout
 
 BASELINE_FAILED = "baseline_failed"
 """The failure of a rollout whose prompt's greedy response has no reward."""
-_NAMES = {"timeouts": "_timeout", "errors": "_error", "invalid": "_invalid"}
-"""The endings of the names of failures, as in reward_timeout and judge_timeout."""
 
 
 def is_trained(rollout: Rollout) -> bool:
@@ -29,23 +34,6 @@ def is_trained(rollout: Rollout) -> bool:
 
 def with_reward(rollouts: Sequence[Rollout]) -> list[Rollout]:
     return [rollout for rollout in rollouts if is_trained(rollout)]
-
-
-def failure_metrics(rollouts: Sequence[Rollout]) -> Metrics:
-    """Return how many rewards failed in which way, and how many rollouts are not trained for it.
-
-    `reward/failed_baselines` counts prompts, `reward/broken_groups` groups with less than two responses left; both only if there are any.
-    """
-    metrics = {f"reward/{name}": float(sum((r.failure or "").endswith(end) for r in rollouts)) for name, end in _NAMES.items()}
-    metrics["reward/dropped"] = float(sum(not is_trained(rollout) for rollout in rollouts))
-    baselines = {rollout.prompt.uid for rollout in rollouts if rollout.failure == BASELINE_FAILED}
-    sampled = [rollout for rollout in rollouts if rollout.sample_index != GREEDY]
-    trained_counts = Counter(rollout.prompt.uid for rollout in sampled if is_trained(rollout))
-    broken = [
-        uid for uid, size in Counter(rollout.prompt.uid for rollout in sampled).items() if trained_counts[uid] < min(2, size)
-    ]
-    counts = {"reward/failed_baselines": len(baselines), "reward/broken_groups": len(broken)}
-    return metrics | {name: float(count) for name, count in counts.items() if count}
 
 
 def scored(rewarder: Rewarder, rollouts: Sequence[Rollout], warn: Callable[[str], None]) -> list[Rollout]:
@@ -71,6 +59,168 @@ def penalize_overlong(rollouts: Sequence[Rollout], config: OverlongBufferConfig,
         rollout.reward += penalty
         rollout.reward_parts = {**rollout.reward_parts, "overlong": penalty}
     return list(rollouts)
+
+
+def with_baselines(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """Return the sampled rollouts, each with the reward of its prompt's greedy response as `baseline`, if there are greedy ones.
+
+    If a greedy one's reward failed, so have all that are compared with it. Raises ValueError if a prompt alone has none.
+    """
+    greedy = {rollout.prompt.uid: rollout for rollout in rollouts if rollout.sample_index == GREEDY}
+    if not greedy:
+        return list(rollouts)
+    sampled = [rollout for rollout in rollouts if rollout.sample_index != GREEDY]
+    for rollout in sampled:
+        if rollout.prompt.uid not in greedy:
+            raise ValueError(f"prompt {rollout.prompt.uid} has no greedy response, and others of the step have")
+        baseline = greedy[rollout.prompt.uid]
+        rollout.baseline = baseline.reward
+        if baseline.reward is None and rollout.failure is None:
+            rollout.failure, rollout.failure_cause = BASELINE_FAILED, f"{baseline.failure}: {baseline.failure_cause}"
+    return sampled
+
+
+def estimator_options(config: AlgorithmConfig, factors: Mapping[str, float] | None = None) -> dict[str, Any]:
+    """Return the keywords for the configured estimator; one that reads the reward's parts gets their `factors`."""
+    estimate = ADVANTAGES.get(config.adv_estimator)
+    options = chosen_options(ESTIMATOR, config, options_of(estimate))
+    if "parts" in needs_of(estimate) and "weights" in options_of(estimate) and not config.reward_parts:
+        options["weights"] = list((factors or {}).values())
+    return options
+
+
+class Advantage:
+    """The configured estimator, with the KL penalty in the reward if it is wanted."""
+
+    def __init__(self, config: AlgorithmConfig, factors: Mapping[str, float] | None = None, *, of_turns: bool = False) -> None:
+        """`of_turns`: the rollouts are episodes, whose steps are turns and add up to the reward."""
+        self.config = config
+        self.estimate = ADVANTAGES.get(config.adv_estimator)
+        self.options = estimator_options(config, factors)
+        self.needs = needs_of(self.estimate)
+        self.parts = tuple(config.reward_parts or factors or ()) if "parts" in self.needs else ()
+        """Parts of the reward that the estimator reads."""
+        self.places_turns = of_turns and "steps" not in self.needs and bool({"gamma", "lam"} & self.options.keys())
+        """True if an estimator that follows the rewards from token to token gets those of turns at the ends of the turns."""
+        control = config.kl_ctrl
+        self.kl_controller = (
+            AdaptiveKlController(control.kl_coef, control.target_kl, control.horizon)
+            if control.type == "adaptive"
+            else FixedKlController(control.kl_coef)
+        )
+
+    def __call__(self, batch: Batch) -> tuple[Batch, Metrics]:
+        """Return the batch with `advantages_N` or `advantages_T` (and `returns_T` if there is a critic), and metrics."""
+        check_finite(batch)
+        metrics: Metrics = {}
+        kl_T = self._kl(batch, metrics) if self.config.use_kl_in_reward else None
+        kl_coef = metrics.get("actor/reward_kl_penalty_coeff", 0.0)
+        out = self.estimate(self._inputs(batch, kl_T, kl_coef), **self.options)
+        if batch.values_T is not None and out.returns_T is None:
+            raise ConfigError(
+                f"algorithm.adv_estimator={self.config.adv_estimator}: gives no returns_T for the critic to learn"
+            )
+        batch = batch.replace(returns_T=None if batch.values_T is None else out.returns_T)
+        if "states" in self.needs:
+            metrics["advantage/shared_state_fraction"] = _shared_states(batch)
+        if isinstance(out, RolloutAdvantages):
+            batch = batch.replace(advantages_N=out.advantages_N)
+        else:
+            batch = batch.replace(advantages_T=out.advantages_T)
+        return batch, metrics | _advantage_metrics(batch)
+
+    def _kl(self, batch: Batch, metrics: Metrics) -> Tensor:
+        """Return each token's KL from old policy to reference, whose mean per response steers the controller."""
+        assert batch.old_logprobs_T is not None and batch.ref_logprobs_T is not None
+        options = self.config.kl_penalty_options
+        kl_T = kl_estimate(values(batch.old_logprobs_T), values(batch.ref_logprobs_T), self.config.kl_penalty, options=options)
+        mean = float(Segments(batch.trained_lengths_N).mean(kl_T).mean())
+        metrics["actor/reward_kl_penalty"] = mean
+        metrics["actor/reward_kl_penalty_coeff"] = self.kl_controller.value
+        self.kl_controller.update(mean, batch.num_rollouts)
+        return kl_T
+
+    def _inputs(self, batch: Batch, kl_T: Tensor | None, kl_coef: float) -> AdvantageInput:
+        """Return the batch as estimators see it, with a KL penalty in the token rewards if there is one."""
+        columns: dict[str, Any] = {
+            "lengths_N": batch.trained_lengths_N,
+            "group_N": batch.group_N,
+            "rewards_N": batch.rewards_N,
+            "baselines_N": batch.baselines_N,
+            "step_ends_K": _step_ends(batch),
+            "step_rewards_K": batch.step_rewards_K,
+            "step_states_K": batch.step_states_K,
+            "reward_parts_NP": batch.reward_parts_NP,
+            "values_T": None if batch.values_T is None else values(batch.values_T),
+        }
+        check_rewards(batch.rewards_N)
+        step_rewards_K = batch.step_rewards_K if self.places_turns and columns["step_ends_K"] is not None else None
+        if kl_T is None and step_rewards_K is None:
+            return AdvantageInput(None, **columns)
+        rewards_N = batch.rewards_N if step_rewards_K is None else torch.zeros_like(batch.rewards_N)
+        rewards_T = token_rewards(rewards_N, batch.trained_lengths_N, kl_T, kl_coef)
+        if step_rewards_K is not None:
+            rewards_T.index_add_(0, columns["step_ends_K"], step_rewards_K)
+        return AdvantageInput(rewards_T, **columns)
+
+
+def check_finite(batch: Batch) -> None:
+    """Raise DivergedError, with column and rollouts, for log-probs that are not finite."""
+    columns = {
+        "the engine's log-probs": batch.rollout_logprobs_T,
+        "the reference's log-probs": batch.ref_logprobs_T,
+        "the teacher's log-probs": batch.teacher_logprobs_T,
+        "the old log-probs": batch.old_logprobs_T,
+    }
+    for name, column in columns.items():
+        if column is None or (isinstance(column, RemoteColumn) and column.finite):
+            continue
+        column_T = values(column)
+        # The sum of finite log-probs is finite, and needs no memory.
+        if bool(torch.isfinite(column_T.sum())):
+            continue
+        bad_T = ~torch.isfinite(column_T)
+        if not bool(bad_T.any()):
+            continue
+        first = int(bad_T.nonzero()[0])
+        rollouts = Segments(batch.trained_lengths_N).index_T[bad_T].unique().tolist()
+        raise DivergedError(
+            f"{name} are not finite at {int(bad_T.sum())} of {len(bad_T)} tokens, the first {float(column_T[first])} at token {first}, "
+            f"in rollouts {rollouts[:8]} of {batch.num_rollouts}: the model that computed them is broken, or cannot produce what was sampled"
+        )
+
+
+def _step_ends(batch: Batch) -> Tensor | None:
+    """Return the positions of the steps' last tokens among the trained tokens of the whole batch."""
+    if batch.step_ends_K is None:
+        return None
+    assert batch.num_steps_N is not None
+    starts_N = batch.trained_lengths_N.cumsum(0) - batch.trained_lengths_N
+    return batch.step_ends_K + starts_N.repeat_interleave(batch.num_steps_N)
+
+
+def _shared_states(batch: Batch) -> float:
+    """Return the share of turns whose state is that of another turn of their group, too."""
+    assert batch.step_states_K is not None and batch.num_steps_N is not None
+    group_K = batch.group_N.repeat_interleave(batch.num_steps_N)
+    counts = torch.unique(torch.stack([group_K, batch.step_states_K], dim=1), dim=0, return_counts=True)[1]
+    return float(counts[counts > 1].sum()) / max(1, len(group_K))
+
+
+def _advantage_metrics(batch: Batch) -> Metrics:
+    lengths_N = batch.trained_lengths_N
+    if batch.advantages_N is not None:
+        sums_N = batch.advantages_N.double().abs() * lengths_N
+    else:
+        assert batch.advantages_T is not None
+        sums_N = Segments(lengths_N).sum(batch.advantages_T.abs())
+    zero_advantage_N = sums_N == 0
+    num_groups = batch.group_N.unique().numel()
+    live_groups = batch.group_N[~zero_advantage_N].unique().numel()
+    return {
+        "advantage/zero_group_fraction": 1.0 - live_groups / max(1, num_groups),
+        "advantage/abs_mean": float(sums_N.double().sum()) / max(1, batch.num_trained_tokens),
+    }
 
 
 def trained_tokens(batch: Batch, config: AlgorithmConfig) -> tuple[Batch, Metrics]:

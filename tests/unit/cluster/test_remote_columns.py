@@ -27,8 +27,7 @@ from grpo_rl.plan.decisions import OldLogprobs
 from grpo_rl.rollout.reports import pack, unpack
 from grpo_rl.trainer.metrics import batch_metrics
 from grpo_rl.trainer.progress import Timer
-from grpo_rl.trainer.sampled.advantage import check_finite
-from grpo_rl.trainer.sampled.trained import trained_tokens
+from grpo_rl.trainer.sampled.trained import check_finite, trained_tokens
 from grpo_rl.types import Batch, Completion, Prompt, Rollout, Support
 from grpo_rl.workers.instruments import Instruments
 from grpo_rl.workers.sharded_policy import as_block

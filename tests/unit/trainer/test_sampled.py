@@ -15,8 +15,7 @@ from grpo_rl.config.schema.tree import AlgorithmConfig, KlControlConfig, Rollout
 from grpo_rl.data.collate import collate
 from grpo_rl.errors import ConfigError, DivergedError
 from grpo_rl.trainer.metrics import rollout_metrics
-from grpo_rl.trainer.sampled.advantage import Advantage, with_baselines
-from grpo_rl.trainer.sampled.trained import scored, trained_tokens, with_reward
+from grpo_rl.trainer.sampled.trained import Advantage, scored, trained_tokens, with_baselines, with_reward
 from grpo_rl.types import GREEDY, Batch, Episode, PlayedTurn, Prompt, Rollout
 
 
