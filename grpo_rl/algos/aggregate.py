@@ -1,10 +1,8 @@
 """Averaging: per-token values of one micro-batch in, its share of the global average out.
 
-Every mode divides by the counts of the whole optimizer step, which all ranks and micro-batches have, and never
-by anything counted locally. So shares simply add up, and the gradient is the same for any split. Sums are
-taken in float64. Register a mode with `@AGGREGATIONS.register("name")`.
-
-A mode with `@needs("group_tokens")` is given the keyword `group_tokens_N`; its own options are keywords with defaults.
+Every mode divides by the counts of the whole optimizer step, in float64, so shares add up, and the gradient
+is the same for any split. A mode with `@needs("group_tokens")` is given the keyword `group_tokens_N`; its own
+options are keywords with defaults.
 """
 
 from __future__ import annotations
@@ -64,8 +62,8 @@ def seq_mean_token_sum_norm(
 
     Formula: 1/(num_sequences loss_scale_factor) Σ_responses Σ_tokens
 
-    Dr. GRPO (arXiv 2503.20783), section 3.1, where the constant is the longest response that may be sampled. It is
-    the same for every batch, so it has to be given: ValueError without it.
+    Dr. GRPO (arXiv 2503.20783), section 3.1: the constant is the longest response that may be sampled.
+    ValueError without it.
     """
     if loss_scale_factor is None or not loss_scale_factor > 0:
         raise ValueError(f"loss_scale_factor={loss_scale_factor}: a number > 0, such as the longest response")
@@ -74,7 +72,7 @@ def seq_mean_token_sum_norm(
 
 @AGGREGATIONS.register("seq-mean-token-mean")
 def seq_mean_token_mean(values_T: Tensor, segments: Segments, counts: Counts) -> Tensor:
-    """Mean over responses of the mean over each one's tokens: all responses weigh the same.
+    """Mean over responses of the mean over each one's tokens.
 
     Formula: 1/num_sequences Σ_responses 1/length Σ_tokens
 
@@ -86,24 +84,24 @@ def seq_mean_token_mean(values_T: Tensor, segments: Segments, counts: Counts) ->
 @AGGREGATIONS.register("prompt-mean")
 @needs("group_tokens")
 def prompt_mean(values_T: Tensor, segments: Segments, counts: Counts, *, group_tokens_N: Tensor) -> Tensor:
-    """Mean over prompts of the mean over all tokens of the responses to each one: all prompts weigh the same.
+    """Mean over prompts of the mean over all tokens of the responses to each one.
 
     Formula: 1/num_groups Σ_prompts 1/(tokens of its responses) Σ_tokens
 
-    ScaleRL (arXiv 2510.13786), section 3. `group_tokens_N` counts over the whole mini-batch: see `group_tokens`.
+    ScaleRL (arXiv 2510.13786), section 3. `group_tokens_N` counts over the whole mini-batch.
     """
     sums_N = segments.sum(values_T.double()) / group_tokens_N.clamp(min=1)
     return sums_N.sum() / max(counts.num_groups, 1)
 
 
 def group_tokens(lengths_N: Tensor, group_N: Tensor) -> Tensor:
-    """Return for each rollout the trained tokens of all rollouts of its group. Call it on the whole mini-batch."""
+    """Call it on the whole mini-batch."""
     _, index_N = torch.unique(group_N, return_inverse=True)
     tokens_G = torch.zeros(int(index_N.max()) + 1 if len(index_N) else 0, dtype=torch.long)
     return tokens_G.index_add(0, index_N, lengths_N.long())[index_N]
 
 
 def count(lengths_N: Tensor, group_N: Tensor) -> Counts:
-    """Denominators of a mini-batch. Rollouts without a trained token are not counted, nor groups without one."""
+    """Denominators of a mini-batch, without rollouts and groups that have no trained token."""
     alive_N = lengths_N > 0
     return Counts(int(lengths_N.sum()), int(alive_N.sum()), int(group_N[alive_N].unique().numel()))

@@ -1,8 +1,7 @@
-"""Rollout correction: the engine that sampled is another policy than the trainer's old one, token by token.
+"""Rollout correction: the engine that sampled is another policy than the trainer's old one.
 
-With d = old_logprobs - rollout_logprobs of the sampled token, e^d is the importance weight from the engine to the
-trainer. Weights make up for the difference, rejections take out what is too far off. Everything is computed in float64
-and detached; the metrics say how far the two are apart and are worth logging always.
+With d = old_logprobs - rollout_logprobs of the sampled token, e^d is the importance weight from the engine to
+the trainer. Everything is computed in float64 and detached.
 
     truncated importance sampling   rollout_is="token", rollout_is_threshold=2
     IcePop                          rollout_is="token", rollout_rs=(Rejection("token_k1", 0.5, 5),)
@@ -37,8 +36,8 @@ _BOUNDED_BY = {"token": "token_k1", "sequence": "seq_sum_k1"}
 class Rejection:
     """A bound; what lies outside is not trained: a token for `token_*`, the whole response for `seq_*`.
 
-    For k1 the bounds are those of the ratio e^(Σ d), e^(mean d) or e^d. For k2 = d²/2 and k3 = e^d - 1 - d, which are
-    never negative, there is only an upper one, of their sum, mean or largest value.
+    For k1 the bounds are those of the ratio e^(Σ d), e^(mean d) or e^d. For k2 = d²/2 and k3 = e^d - 1 - d
+    there is only an upper one, of their sum, mean or largest value.
     """
 
     mode: RejectionMode
@@ -47,7 +46,6 @@ class Rejection:
     upper: float | None = None
 
     def problems(self) -> list[str]:
-        """Return the settings that are wrong, an empty list if none is."""
         if not self.mode.endswith("k1"):
             if self.lower is not None or self.upper is None or not self.upper > 0:
                 return [f"rollout_rs={self.mode}: takes an upper bound > 0 and no lower one, not {self.lower} and {self.upper}"]
@@ -61,22 +59,19 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True)
 class RolloutCorrection:
-    """A correction of the difference between engine and trainer. Built without arguments it corrects nothing.
-
-    Raises ConfigError, with all problems, for settings that contradict each other or have no effect.
-    """
+    """Without arguments it corrects nothing. Raises ConfigError with all problems."""
 
     rollout_is: Literal["token", "sequence"] | None = None
-    """Weight each token by its own ratio, or by the ratio of its whole response."""
+    """Weight each token by its own ratio, or by that of its whole response."""
     rollout_is_threshold: float | None = None
-    """Weights above are cut to it; None: not cut, which needs a rejection that bounds them."""
+    """Cut weights above; None needs a rejection that bounds them."""
     rollout_is_batch_normalize: bool = False
-    """Divide the weights by their mean, over kept tokens or over responses with a kept token."""
+    """Divide the weights by their mean, over kept tokens or responses."""
     rollout_rs: tuple[Rejection, ...] = ()
-    """Rejections; what any of them rejects is not trained."""
+    """What any of them rejects is not trained."""
     bypass_mode: bool = False
-    """Take the engine's log-probs as the old ones. Weights and rejections are then those of the policy that is being trained against the
-    engine, in every update anew; a loss with a ratio has that for a weight already."""
+    """Take the engine's log-probs as the old ones: weights and rejections are those of the present policy
+    against the engine; a loss with a ratio has that weight already."""
 
     def __post_init__(self) -> None:
         problems = [problem for rejection in self.rollout_rs for problem in rejection.problems()]
@@ -103,7 +98,7 @@ class RolloutCorrection:
 
     @classmethod
     def from_config(cls, config: RolloutCorrectionConfig) -> RolloutCorrection:
-        """Return what `algorithm.rollout_correction` describes. Raises ConfigError as for any other settings."""
+        """Return `algorithm.rollout_correction`."""
         modes, uppers, lowers = config.rollout_rs, config.rollout_rs_threshold, config.rollout_rs_threshold_lower
         ratios = [mode for mode in modes if mode.endswith("k1")]
         problems = []
@@ -127,11 +122,10 @@ class RolloutCorrection:
 
     @property
     def active(self) -> bool:
-        """Return whether there are weights or rejections before the update, of the trainer's old policy against the engine."""
         return not self.bypass_mode and (self.rollout_is is not None or bool(self.rollout_rs))
 
     def in_the_loss(self, has_ratio: bool) -> RolloutCorrection | None:
-        """Return what the loss does by itself in bypass mode (None: nothing); if it `has_ratio`, that is the weight."""
+        """Return what the loss does in bypass mode (None: nothing); if it `has_ratio`, that is the weight."""
         if not self.rollout_rs and (has_ratio or not self.rollout_is):
             return None
         return dataclasses.replace(self, rollout_is=None, rollout_is_threshold=None) if has_ratio else self
@@ -139,18 +133,16 @@ class RolloutCorrection:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """The weights and the choice of tokens that a correction gave for one batch."""
-
     weights_T: Tensor | None
-    """Float32, detached; None without `rollout_is`."""
+    """Float32; None without `rollout_is`."""
     trained_T: Tensor | None
-    """Tokens that are trained; None without `rollout_rs`. The others leave every denominator."""
+    """None without `rollout_rs`. Other tokens leave every denominator."""
     metrics: dict[str, float]
 
 
 @torch.no_grad()
 def correct(settings: RolloutCorrection, old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, segments: Segments) -> Correction:
-    """Weights, kept tokens and metrics of a whole batch: batch normalisation is over what is passed in."""
+    """Batch normalisation is over what is passed in."""
     d_T = old_logprobs_T.double() - rollout_logprobs_T.double()
     metrics = mismatch_metrics(old_logprobs_T, rollout_logprobs_T, segments)
     trained_T = torch.ones(len(d_T), dtype=torch.bool, device=d_T.device)
@@ -168,11 +160,11 @@ def correct(settings: RolloutCorrection, old_logprobs_T: Tensor, rollout_logprob
 
 @torch.no_grad()
 def mismatch_metrics(old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, segments: Segments) -> dict[str, float]:
-    """Measure how far the engine's policy is from the trainer's. Exponentiated log-ratios are cut to +-20.
+    """Measure how far the engine's policy is from the trainer's. Log-ratios are cut to +-20 before exp.
 
-    `kl` and `k3_kl` estimate KL(engine || trainer) per token: the mean of -d and of e^d - 1 - d. `log_ppl_diff` is the
-    mean over responses of the mean of -d, `ppl_ratio` of its exponential. `chi2_token` and `chi2_seq` are mean of
-    squared weights - 1.
+    `kl` and `k3_kl` estimate KL(engine || trainer) per token: the mean of -d and of e^d - 1 - d.
+    `log_ppl_diff` is the mean over responses of the mean of -d, `ppl_ratio` of its exponential. `chi2_token`
+    and `chi2_seq` are mean of squared weights - 1.
     """
     d_T = old_logprobs_T.double() - rollout_logprobs_T.double()
     cut_T = d_T.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
@@ -194,7 +186,7 @@ def mismatch_metrics(old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, segment
 def mismatch_shares(
     policy_logprobs_T: Tensor, rollout_logprobs_T: Tensor, segments: Segments, counts: Counts
 ) -> dict[str, float]:
-    """This micro-batch's shares of `mismatch_metrics` over a mini-batch: they add up. Without the largest difference."""
+    """This micro-batch's shares of `mismatch_metrics` over a mini-batch, without the largest difference."""
     metrics = mismatch_metrics(policy_logprobs_T, rollout_logprobs_T, segments)
     per_token = segments.num_tokens / max(1, counts.num_tokens)
     per_sequence = int(segments.nonempty_N.sum()) / max(1, counts.num_sequences)
@@ -207,7 +199,6 @@ def mismatch_shares(
 
 
 def kept_lengths(trained_T: Tensor, lengths_N: Tensor) -> Tensor:
-    """Kept tokens of each response. Counts and averages are taken over these."""
     return Segments(lengths_N).sum(trained_T.double()).long()
 
 
@@ -243,7 +234,6 @@ def _weights(
 
 
 def _inside(rejection: Rejection, d_T: Tensor, segments: Segments) -> Tensor:
-    """Return the mask of the tokens which the rejection lets pass."""
     level, _, measure = rejection.mode.rpartition("_")
     if measure == "k1":
         x_T = d_T

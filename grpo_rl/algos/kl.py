@@ -1,11 +1,10 @@
-"""KL(policy || reference) per token: estimators from the sampled token, the full sum, and coefficient controllers.
+"""KL(policy || reference) per token: estimators from the sampled token, the full sum, and coefficient
+controllers.
 
-With d = policy_logprobs - ref_logprobs of the sampled token. Schulman, "Approximating KL Divergence" (2020),
-names them k1, k2, k3. Everything is computed in float64 and returned so, except `full_kl`.
-
-The right value and the right gradient are two things (Tang and Munos, arXiv 2506.09477): a loss that averages the
-unbiased k1 or k3 over samples has another gradient than the KL, because the samples depend on the policy too. On-policy
-d ∇log π, the gradient of k2, is the KL's. So the names with a `+` have a base's value and the gradient of k2.
+d = policy_logprobs - ref_logprobs of the sampled token; k1, k2, k3: Schulman, "Approximating KL Divergence"
+(2020). Everything is float64, except `full_kl`. The gradient of k1 or k3 is not that of the KL, because the
+samples depend on the policy too (Tang and Munos, arXiv 2506.09477); that of k2 is, on-policy. So the names
+with a `+` have a base's value and the gradient of k2.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ def kl_estimate(
 ) -> Tensor:
     """Return the KL per token by the estimator called `kind`. Raises ConfigError for an unknown one.
 
-    `old_logprobs_T` are those of the policy that sampled, for the estimators that correct for it
-    (`@needs("old_logprobs")`); without them the policy itself has sampled.
+    `old_logprobs_T` are for estimators with `@needs("old_logprobs")`; without them the policy itself has
+    sampled.
     """
     estimator = KL_ESTIMATORS.get(kind)
     keywords = dict(options)
@@ -88,8 +87,8 @@ def k3(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
 
     Gradient: 1 - π_ref/π, but 0 where a bound acts
 
-    DeepSeekMath (arXiv 2402.03300), eq. 4; the clamps are verl's. If they act the gradient is 0. An infinite
-    difference is not clamped: a policy or a reference that has broken down must not look like a distance of 10.
+    DeepSeekMath (arXiv 2402.03300), eq. 4; the clamps are verl's. An infinite difference is not clamped: what
+    has broken down must not look like a distance of 10.
     """
     d_T = k1(policy_logprobs_T, ref_logprobs_T)
     x_T = -d_T.clamp(-20.0, 20.0)
@@ -97,7 +96,7 @@ def k3(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
 
 
 def straight_through(name: str) -> KlEstimator:
-    """The estimator called `name` with its value kept and its gradient exchanged for that of k2."""
+    """The estimator called `name` with the gradient of k2."""
     base = KL_ESTIMATORS.get(name)
 
     def estimator(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
@@ -118,14 +117,15 @@ for _names in (("kl", "k1"), ("abs",), ("mse", "k2"), ("low_var_kl", "k3")):
 @KL_ESTIMATORS.register("k3_unbiased")
 @needs("old_logprobs")
 def k3_unbiased(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor, *, old_logprobs_T: Tensor) -> Tensor:
-    """k3 weighted by the ratio to the policy that sampled: value and gradient are the KL's, however old the samples are.
+    """k3 weighted by the ratio to the policy that sampled: value and gradient are the KL's, however old the
+    samples are.
 
     Formula: r (e^x - x - 1); x = log π_ref - log π, r = π / π_old, whose gradient is r d ∇log π; d = -x
 
     Gradient: r (log π - log π_ref)
 
-    DeepSeek-V3.2 (arXiv 2512.02556), section 3.1. The gradient is taken in that form, because the derivatives of the
-    two factors cancel in floating point; log r is cut to ±20 and x above at 20 in the value alone.
+    DeepSeek-V3.2 (arXiv 2512.02556), section 3.1. The gradient is taken in that form, because the derivatives
+    of the two factors cancel in floating point; log r is cut to ±20 and x above at 20 in the value alone.
     """
     ratio_T = k1(policy_logprobs_T.detach(), old_logprobs_T.detach()).clamp(-20.0, 20.0).exp()
     x_T = (-k1(policy_logprobs_T.detach(), ref_logprobs_T)).clamp(max=20.0)
@@ -138,8 +138,8 @@ def full_kl(policy_logits_TV: Tensor, ref_logits_TV: Tensor) -> Tensor:
 
     Formula: Σ_v π_v (log π_v - log π_ref,v)
 
-    A token that the policy cannot produce (logit -inf) contributes 0. Callers pass chunks of tokens: the
-    work space is a few times [T, V].
+    A token with logit -inf in the policy contributes 0. Callers pass chunks: the work space is a few times
+    [T, V].
     """
     dtype = torch.promote_types(policy_logits_TV.dtype, torch.float32)
     policy_logprobs_TV = policy_logits_TV.to(dtype).log_softmax(-1)
@@ -151,13 +151,12 @@ def full_kl(policy_logits_TV: Tensor, ref_logits_TV: Tensor) -> Tensor:
 
 
 class FixedKlController:
-    """A weight of the KL penalty in the reward that stays what it is."""
+    """A constant weight of the KL penalty in the reward."""
 
     def __init__(self, kl_coef: float) -> None:
         self.value = kl_coef
 
-    def update(self, current_kl: float, num_rollouts: int) -> None:
-        """Take in the KL measured on `num_rollouts` rollouts; it has no effect here."""
+    def update(self, current_kl: float, num_rollouts: int) -> None: ...
 
     def state_dict(self) -> dict[str, float]:
         return {"value": self.value}
@@ -170,7 +169,7 @@ class AdaptiveKlController(FixedKlController):
     """A coefficient steered so that the measured KL comes to `target_kl`.
 
     value <- value * (1 + clip(KL / target_kl - 1, -0.2, 0.2) * num_rollouts / horizon): Ziegler et al. (arXiv
-    1909.08593), section 2.2. `target_kl` and the measured KL have the same unit, whichever the caller takes.
+    1909.08593), section 2.2.
     """
 
     def __init__(self, kl_coef: float, target_kl: float, horizon: int) -> None:
@@ -179,7 +178,7 @@ class AdaptiveKlController(FixedKlController):
         self.horizon = horizon
 
     def update(self, current_kl: float, num_rollouts: int) -> None:
-        """Raise or lower `value`. Raises ValueError for a KL that is not finite, or a horizon too short to be safe."""
+        """Raises ValueError for a KL that is not finite, or a horizon too short to be safe."""
         if not math.isfinite(current_kl):
             raise ValueError(f"the measured KL is {current_kl}: the policy or the reference has broken down")
         if 0.2 * num_rollouts >= self.horizon:

@@ -23,39 +23,33 @@ from grpo_rl.registry import check_options, needs_of, options_of, own_options, s
 from grpo_rl.types import Counts
 
 Options = tuple[tuple[str, Any], ...]
-"""Options as pairs of name and value: a frozen value, unlike a dict."""
+"""Pairs of name and value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The function that a step minimises: agg(policy loss) - entropy_coeff agg(entropy) + kl_loss_coef agg(KL).
+    """The function that a step minimises: agg(policy loss) - entropy_coeff agg(entropy) + kl_loss_coef
+    agg(KL).
 
-    With a teacher its distance is in the advantages of the policy loss, or one more term.
-
-    A plain value: it can be pickled, compared and printed. Built directly it has no entropy and no KL term
-    unless they are asked for. Unknown names and options raise ConfigError.
+    A teacher's distance is in the advantages, or one more term. Unknown names and options raise ConfigError.
     """
 
     loss_mode: str = "vanilla"
     loss_agg_mode: str = "token-mean"
     entropy_coeff: float = 0.0
     adaptive_entropy: bool = False
-    """The caller steers the entropy coefficient from step to step, and passes it with every call."""
+    """The caller passes the entropy coefficient with every call."""
     kl_loss_type: str | None = None
     """A registered KL estimator, `full`, or None for no KL term."""
     kl_loss_coef: float = 0.0
     loss_options: Options = ()
-    """Options of the policy loss and of its choice of tokens, if they are not the functions' defaults."""
     agg_options: Options = ()
-    """Options of the average."""
     kl_options: Options = ()
-    """Options of the KL estimator."""
     correction: RolloutCorrection | None = None
-    """Weights and rejections of the policy against the engine, whose log-probs are the old ones (bypass_mode)."""
+    """Of the policy against the engine, whose log-probs are the old ones (bypass_mode)."""
     router_aux_loss_coef: float = 0.0
-    """Weight of the loss that keeps experts evenly used, which `models/experts.py` adds where the model runs."""
+    """Weight of the loss that keeps experts evenly used (`models/experts.py`)."""
     distillation: Distillation | None = None
-    """The teacher's part; None without a teacher."""
 
     def __post_init__(self) -> None:
         aggregate = AGGREGATIONS.get(self.loss_agg_mode)
@@ -76,10 +70,7 @@ class Objective:
     def from_config(
         cls, actor: ActorConfig, max_response_length: int | None = None, correction: RolloutCorrection | None = None
     ) -> Objective:
-        """Return the objective that `actor_rollout_ref.actor` describes.
-
-        `max_response_length` is the constant of the averages that divide by one, if `loss_scale_factor` is not set.
-        """
+        """`max_response_length` is the default of `loss_scale_factor`."""
         loss, agg_options = POLICY_LOSSES.get(actor.policy_loss.loss_mode), average_options(actor, max_response_length)
         # A term with weight 0 is no term: nothing then asks for the reference.
         has_kl = actor.use_kl_loss and actor.kl_loss_coef > 0
@@ -100,42 +91,40 @@ class Objective:
 
     @property
     def needs_entropy(self) -> bool:
-        """Return whether the caller has to supply `entropy_T`."""
         return self._has_entropy or "entropy" in self._loss_needs
 
     @property
     def needs_ref(self) -> bool:
-        """Return whether the reference policy has to run."""
         return self.kl_loss_type is not None or "ref_logprobs" in self._loss_needs
 
     @property
     def needs_full_kl(self) -> bool:
-        """Return whether the caller has to supply `full_kl_T`, in place of `ref_logprobs_T`."""
+        """Whether the caller has to supply `full_kl_T`, in place of `ref_logprobs_T`."""
         return self.kl_loss_type == "full"
 
     @property
     def needs_selection(self) -> bool:
-        """Return whether the caller has to supply `selected_T`, which `select` makes for a whole mini-batch."""
+        """Whether the caller has to supply `selected_T`, which `select` makes for a whole mini-batch."""
         return selection_of(POLICY_LOSSES.get(self.loss_mode)) is not None
 
     @property
     def needs_group_tokens(self) -> bool:
-        """Return whether the caller has to supply `group_tokens_N`, which `aggregate.group_tokens` counts."""
+        """Whether the caller has to supply `aggregate.group_tokens`."""
         return "group_tokens" in self._loss_needs | needs_of(AGGREGATIONS.get(self.loss_agg_mode))
 
     @property
     def needs_pairs(self) -> bool:
-        """Return whether the rollouts have to come in pairs, with `chosen_N`, whose two sides stay in one micro-batch."""
+        """Whether rollouts come in pairs, with `chosen_N`, in one micro-batch."""
         return "pairs" in self._loss_needs
 
     @property
     def needs_kl(self) -> bool:
-        """Return whether a pair is an answer of a labelled row and a mismatched one, of which `kl_N` is made before the update."""
+        """Whether a pair is an answer of a labelled row and a mismatched one, for `kl_N`."""
         return "kl" in self._loss_needs
 
     @property
     def skips_zero_advantage(self) -> bool:
-        """Return whether a rollout whose advantages are all 0 adds nothing to the gradient: no other term reads it."""
+        """Whether a rollout whose advantages are all 0 adds nothing to the gradient."""
         if self.kl_loss_type is not None or self._has_entropy or self.router_aux_loss_coef or self.distillation is not None:
             return False
         return scales_with_advantage(POLICY_LOSSES.get(self.loss_mode))
@@ -149,7 +138,7 @@ class Objective:
         return needs_of(POLICY_LOSSES.get(self.loss_mode), dict(self.loss_options))
 
     def select(self, advantages_T: Tensor, old_logprobs_T: Tensor, generator: torch.Generator) -> Tensor:
-        """Return which trained tokens of a whole mini-batch the loss clips. Only if `needs_selection`."""
+        """Return which trained tokens of a whole mini-batch the loss clips, if `needs_selection`."""
         selection = selection_of(POLICY_LOSSES.get(self.loss_mode))
         assert selection is not None, f"{self.loss_mode} chooses no tokens"
         return selection(advantages_T, old_logprobs_T, generator, **own_options(selection, dict(self.loss_options)))
@@ -159,12 +148,11 @@ class Objective:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return this micro-batch's share of the global loss, and its share of the statistics.
 
-        The sum of the shares over all micro-batches and ranks is the loss; nothing divides again. If ranks
-        average their gradients, the loss has to be multiplied by their number first. `counts` are those of the trained
-        tokens of the whole mini-batch. `entropy_coeff` comes with `adaptive_entropy`, and only then.
+        Shares add up over micro-batches and ranks. `counts` are those of the trained tokens of the whole
+        mini-batch. `entropy_coeff` comes with `adaptive_entropy`, and only then.
 
-        Statistics are 0-d float64 tensors, named by how to combine them: `sum/x` is a sum over tokens (add,
-        then divide by the global number of tokens), `share/x` adds up by itself, of `max/x` take the largest.
+        Statistics are 0-d float64 tensors: `sum/x` is a sum over tokens (divide by the global number of
+        tokens), `share/x` adds up by itself, of `max/x` take the largest.
         """
         taught = self.distillation
         if taught is not None and taught.as_advantage:
@@ -200,7 +188,6 @@ class Objective:
         return loss, stats
 
     def _entropy_coeff(self, steered: float | None) -> float:
-        """Return the weight of the bonus: the caller's if it is steered, else the configured one."""
         assert (steered is not None) == self.adaptive_entropy, "entropy_coeff comes with adaptive_entropy, and only then"
         return self.entropy_coeff if steered is None else steered
 
@@ -224,7 +211,7 @@ class Objective:
         return kl_estimate(inputs.policy_logprobs_T, ref_T, self.kl_loss_type, inputs.old_T(), options)
 
     def formula(self) -> str:
-        """Return the objective as plain text with its denominators, one term per line."""
+        """Return the objective as text with its denominators, one term per line."""
         total = "loss = avg(pg)"
         lines = [f"pg   = {shown(POLICY_LOSSES.get(self.loss_mode), self.loss_options)}"]
         if self.distillation is not None and self.distillation.as_advantage:
@@ -252,7 +239,7 @@ class Objective:
 
 
 def _combine(token_stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return statistics per token reduced over this micro-batch, each under the prefix that says how to go on."""
+    """Return statistics of tokens reduced over this micro-batch, each under its prefix."""
     combined = {}
     for name, value_T in token_stats.items():
         if name.endswith("_max"):
@@ -263,7 +250,7 @@ def _combine(token_stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def average_options(actor: ActorConfig, max_response_length: int | None = None) -> dict[str, Any]:
-    """Return the options of the average that `loss_agg_mode` names, with the constant of one that divides by it."""
+    """Return the options of the average, with the constant of one that divides by it."""
     known = options_of(AGGREGATIONS.get(actor.loss_agg_mode))
     options = chosen_options(AVERAGE, actor, known)
     if "loss_scale_factor" in known and max_response_length is not None:

@@ -1,4 +1,4 @@
-"""Measures of the scores of a reward model: accuracy on pairs, ranking of good and bad, and calibration."""
+"""Measures of a reward model's scores: accuracy on pairs, ranking of good and bad, and calibration."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from torch import Tensor
 
 
 def pair_accuracy(chosen_P: Tensor, rejected_P: Tensor) -> float:
-    """Return the share of pairs in which the chosen response has the larger score; a tie counts one half, as a coin would.
-
-    NaN without pairs.
-    """
+    """Return the share of pairs whose chosen response has the larger score; a tie counts one half. NaN
+    without pairs."""
     difference_P = chosen_P.double() - rejected_P.double()
     return float(((difference_P > 0).double() + 0.5 * (difference_P == 0).double()).mean())
 
 
 def auc(scores_K: Tensor, good_K: Tensor) -> float:
-    """Return the area under the ROC curve: how often a good one has a larger score than a bad one, ties counting one half.
+    """Return the area under the ROC curve, ties counting one half: Mann and Whitney's statistic (1947) over
+    the pairs.
 
-    The statistic of Mann and Whitney (1947) divided by the number of such pairs, from ranks. NaN if all are good, or all bad.
+    NaN if all are good, or all bad.
     """
     good_K = good_K.bool()
     num_good, num_bad = int(good_K.sum()), int((~good_K).sum())
@@ -34,20 +33,17 @@ def auc(scores_K: Tensor, good_K: Tensor) -> float:
 
 
 class Calibration(NamedTuple):
-    """How far probabilities are from frequencies."""
-
     error: float
-    """The expected calibration error: the mean distance of |frequency - probability| over bins, weighed by their counts.
-    Bin b holds the probabilities in (b/B, (b+1)/B], 0 in the first one."""
+    """The expected calibration error: the mean of |frequency - probability| over bins, weighed by their
+    counts. Bin b holds the probabilities in (b/B, (b+1)/B], 0 in the first one."""
     brier: float
     """The mean squared distance of probability and outcome."""
 
 
 def calibration(probability_K: Tensor, good_K: Tensor, *, num_bins: int = 10) -> Calibration:
-    """Return how well probabilities agree with frequencies, in bins of equal width.
+    """Return how well probabilities agree with frequencies, in bins of equal width; NaN without any.
 
-    Guo et al. (arXiv 1706.04599), eq. 3; Brier (1950). For a pair the probability is that of the response with the larger score,
-    sigmoid(abs(r_w - r_l)), and good is that it is the chosen one: see `pair_calibration`. Without any the errors are NaN.
+    Guo et al. (arXiv 1706.04599), eq. 3; Brier (1950).
     """
     probability_K, good_K = probability_K.double(), good_K.double()
     bin_K = (torch.ceil(probability_K * num_bins).long() - 1).clamp(0, num_bins - 1)
@@ -60,9 +56,9 @@ def calibration(probability_K: Tensor, good_K: Tensor, *, num_bins: int = 10) ->
 
 
 def pair_calibration(chosen_P: Tensor, rejected_P: Tensor) -> Calibration:
-    """Return the calibration of a Bradley-Terry model: how often the response that it prefers, and how surely, is the chosen one.
+    """Return the calibration of a Bradley-Terry model: how often the preferred response is the chosen one.
 
-    Scores that are equal prefer neither, so they are left out.
+    The probability is sigmoid(abs(r_w - r_l)). Equal scores are left out.
     """
     difference_P = chosen_P.double() - rejected_P.double()
     difference_P = difference_P[difference_P != 0]

@@ -9,14 +9,11 @@ from torch import Tensor
 
 
 class Segments:
-    """The responses of a flat token axis: response n owns `lengths_N[n]` consecutive tokens, possibly none.
-
-    Everything here is vectorised, linear in the number of tokens, and differentiable. Tensors passed to the
-    methods lie on the device of `lengths_N`.
-    """
+    """Response n owns `lengths_N[n]` consecutive tokens of a flat axis, possibly none. All methods are
+    differentiable."""
 
     def __init__(self, lengths_N: Tensor, num_tokens: int | None = None) -> None:
-        """`num_tokens`: their sum, if it is known, for which nothing has to wait for a GPU then."""
+        """`num_tokens`: their sum; if it is known, nothing waits for a GPU."""
         assert lengths_N.ndim == 1 and not lengths_N.is_floating_point(), "lengths_N is a vector of integers"
         self.lengths_N = lengths_N.long()
         self._num_tokens = num_tokens
@@ -35,26 +32,23 @@ class Segments:
 
     @cached_property
     def index_T(self) -> Tensor:
-        """The response that each token belongs to."""
         return torch.repeat_interleave(self.lengths_N, output_size=self.num_tokens)
 
     @cached_property
     def last_index_N(self) -> Tensor:
-        """Position on the flat axis of each response's last token. Meaningless if `nonempty_N` is False."""
+        """Flat position of each last token. Meaningless if `nonempty_N` is False."""
         return self.lengths_N.cumsum(0) - 1
 
     def sum(self, x_T: Tensor) -> Tensor:
-        """Sum over the tokens of each response; 0 for an empty one."""
+        """0 for an empty response."""
         assert x_T.shape == (self.num_tokens,), f"{tuple(x_T.shape)} values for {self.num_tokens} tokens"
         # segment_reduce adds in a fixed order on every device; index_add on CUDA does not. `unsafe` only
         # skips its check that the lengths add up, which has just been done.
         return torch.segment_reduce(x_T, "sum", lengths=self.lengths_N, unsafe=True, initial=0)
 
     def mean(self, x_T: Tensor) -> Tensor:
-        """Mean over the tokens of each response; 0 for an empty one."""
         return self.sum(x_T) / self.lengths_N.clamp(min=1)
 
     def broadcast(self, x_N: Tensor) -> Tensor:
-        """Each response's value on all of its tokens."""
         assert x_N.shape == (self.num_sequences,), f"{tuple(x_N.shape)} values for {self.num_sequences} responses"
         return x_N.index_select(0, self.index_T)

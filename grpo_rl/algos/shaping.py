@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 def overlong_penalty(lengths_N: Tensor, max_length: int, buffer: int, penalty_factor: float = 1.0) -> Tensor:
-    """Return the term that is added to each response's reward, in float32: 0 up to `max_length - buffer` tokens,
-    then falling to -penalty_factor.
+    """Return the float32 term of each response's reward: 0 up to `max_length - buffer` tokens, then falling
+    to -penalty_factor.
 
     Formula: penalty_factor · clip(((max_length - buffer) - length) / buffer, -1, 0)
 
@@ -34,11 +34,10 @@ class AdaptiveEntropy:
 
     @property
     def value(self) -> float:
-        """The coefficient for the next step."""
         return self._coefficient if self._below else 0.0
 
     def update(self, entropy: float) -> None:
-        """Take in the entropy measured in a step. Raises ValueError for one that is not a number >= 0."""
+        """Raises ValueError for an entropy that is not a number >= 0."""
         if not entropy >= 0.0 or entropy == float("inf"):
             raise ValueError(f"the measured entropy is {entropy}: the policy has broken down")
         direction = (entropy < self.target_entropy) - (entropy > self.target_entropy)

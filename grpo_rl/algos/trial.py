@@ -1,7 +1,7 @@
-"""Functions of the algorithm run once on a small batch before a run starts, to see that they keep to their interface.
+"""Functions of the algorithm run once on a small batch before a run starts, to see that they keep to their
+interface.
 
-So a user's own estimator, loss, average or KL is refused before a run, and not at its first step. As in the run, a function
-is given the columns that it declared with `@needs`; the others are None.
+A function is given the columns that it declared with `@needs`; the others are None.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ T = TypeVar("T", AdvantageInput, LossInput)
 
 Options = Mapping[str, Any]
 Trial = Callable[[Any, Options], tuple[Tensor, ...]]
-"""(function, its options) -> its results on the small batch, and as the last one their gradient with respect to the policy's
-log-probs if it has one."""
+"""(function, its options) -> its results and, as the last one, their gradient with respect to the policy's
+log-probs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,9 @@ class FunctionKind:
 
     registry: Registry[Any]
     arguments: tuple[str, ...]
-    """The positional arguments, as they are called in the interface."""
     needs: Mapping[str, tuple[str, ...]]
-    """Each need with the columns that it allows to read."""
+    """The columns that each need allows to read."""
     supplied: Mapping[str, str]
-    """Needs that are supplied as a keyword."""
     run: Trial
 
 
@@ -78,7 +76,8 @@ def estimator_input(num_parts: int = 2) -> AdvantageInput:
 def loss_input(*, one_update: bool = False, pairs: bool = False) -> LossInput:
     """Return responses with log-ratios and advantages of either sign and every optional column.
 
-    With `one_update` all ratios are 1. With `pairs` they are four pairs, in which either response is the longer or the preferred one.
+    With `one_update` all ratios are 1. With `pairs` they are four pairs, in which either response is the
+    longer or the preferred one.
     """
     lengths_N, group_N = (PAIR_LENGTHS_N, torch.arange(4).repeat_interleave(2)) if pairs else (LENGTHS_N, GROUP_N)
     generator = torch.Generator().manual_seed(0)
@@ -114,7 +113,7 @@ def loss_input(*, one_update: bool = False, pairs: bool = False) -> LossInput:
 
 
 def undeclared(needs: Mapping[str, tuple[str, ...]], function: Callable[..., Any], options: Options) -> dict[str, str]:
-    """Return the columns that a function is not given, each with the need that it would have to declare.
+    """Return the columns that a function is not given, each with the need to declare.
 
     All responses have a group; to need several of them to a prompt is the function's own claim.
     """
@@ -123,18 +122,14 @@ def undeclared(needs: Mapping[str, tuple[str, ...]], function: Callable[..., Any
 
 
 def as_declared(inputs: T, needs: Mapping[str, tuple[str, ...]], function: Callable[..., Any], options: Options) -> T:
-    """Return the input as a function gets it: what it does not declare is None."""
     hidden: dict[str, Any] = dict.fromkeys(undeclared(needs, function, options))
     return replace(inputs, **hidden)
 
 
 @contextlib.contextmanager
 def unheard() -> Iterator[None]:
-    """Keep off the screen what a function prints while it is tried, and what programs print that it starts.
-
-    A trial's output has no meaning for a reader, and nothing hides the secrets of the environment in it, as the logs of
-    workers do.
-    """
+    """Keep off the screen what a function, or a program that it starts, prints: secrets are not hidden
+    here."""
     with contextlib.ExitStack() as stack:
         nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
         for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
@@ -152,7 +147,6 @@ def unheard() -> Iterator[None]:
 
 @unheard()
 def run_estimator(function: Callable[..., Any], options: Options, num_parts: int = 2) -> tuple[Tensor, ...]:
-    """Return the advantages and returns of the small batch."""
     out = function(as_declared(estimator_input(num_parts), advantages.NEEDS, function, options), **options)
     if not isinstance(out, AdvantageOutput | RolloutAdvantages):
         raise ConfigError(f"returns {_described(out)}, not an AdvantageOutput")
@@ -166,9 +160,9 @@ def run_estimator(function: Callable[..., Any], options: Options, num_parts: int
 
 @unheard()
 def run_loss(function: Callable[..., Any], options: Options, inputs: LossInput | None = None) -> tuple[Tensor, ...]:
-    """Return the loss of each token of the small batch, its statistics and, as the last value, its gradient.
+    """Return the loss of each token, its statistics and, as the last value, its gradient.
 
-    A loss over pairs is tried on pairs, whatever the other `inputs` are.
+    A loss over pairs is tried on pairs, whatever `inputs` are.
     """
     inputs = loss_input(pairs=True) if "pairs" in needs_of(function) else inputs or loss_input()
     if selection := selection_of(function):
@@ -185,7 +179,7 @@ def run_loss(function: Callable[..., Any], options: Options, inputs: LossInput |
 
 
 def has_ratio(function: Callable[..., Any], options: Options) -> bool:
-    """Return whether a loss's gradient depends on the old log-probs; True for one that fails when it is tried, which is reported by itself."""
+    """Return whether a loss's gradient depends on the old log-probs; True if the loss fails."""
     try:
         gradient_T, other_T = (
             run_loss(function, options, loss_input(one_update=one_update))[-1] for one_update in (False, True)
@@ -197,7 +191,6 @@ def has_ratio(function: Callable[..., Any], options: Options) -> bool:
 
 @unheard()
 def run_average(function: Callable[..., Any], options: Options) -> tuple[Tensor, ...]:
-    """Return the average of the small batch's log-probs."""
     inputs = loss_input()
     supplied = {"group_tokens_N": inputs.group_tokens_N} if "group_tokens" in needs_of(function) else {}
     counts = count(LENGTHS_N, GROUP_N)
@@ -209,7 +202,7 @@ def run_average(function: Callable[..., Any], options: Options) -> tuple[Tensor,
 
 @unheard()
 def run_kl(function: Callable[..., Any], options: Options) -> tuple[Tensor, ...]:
-    """Return the KL of each token of the small batch and, as the last value, its gradient."""
+    """Return the KL of each token and, as the last value, its gradient."""
     inputs = loss_input()
     supplied = {"old_logprobs_T": inputs.old_T()} if "old_logprobs" in needs_of(function) else {}
     kl_T = function(inputs.policy_logprobs_T, inputs.column("ref_logprobs_T"), **supplied, **options)
@@ -235,11 +228,11 @@ KINDS: dict[str, FunctionKind] = {
         run_kl,
     ),
 }
-"""Each kind of function by the name that its registry has for it."""
 
 
 def check(kind: FunctionKind, name: str, options: Options, run: Trial) -> None:
-    """Raise ConfigError if a function cannot be called as it will be, needs what nothing supplies, fails, or returns something else."""
+    """Raise ConfigError if a function cannot be called, needs what nothing supplies, fails, or returns
+    something else."""
     function = kind.registry.get(name)
     declared_needs = needs_of(function)
     what = f"{kind.registry.kind} {name!r}"
@@ -263,7 +256,7 @@ def check(kind: FunctionKind, name: str, options: Options, run: Trial) -> None:
 
 
 def _gradient(x_T: Tensor, inputs: LossInput) -> Tensor:
-    """Return the gradient of a sum in which every token has another weight; zeros if there is none."""
+    """Return the gradient of a sum with another weight for every token; zeros if there is none."""
     if not x_T.requires_grad:
         return torch.zeros_like(inputs.policy_logprobs_T)
     weights_T = 1.0 + torch.arange(len(x_T)) % 7

@@ -1,7 +1,7 @@
-"""Float64 arithmetic along a long flat axis on the CPU, piece by piece, with which the controller computes advantages.
+"""Float64 arithmetic along a long flat axis on the CPU, for the controller's advantages.
 
-A batch has tens of millions of trained tokens, so a float64 copy of a column costs more than the arithmetic
-on it. These functions take columns of any float type and keep only pieces of them in float64.
+A batch has tens of millions of trained tokens: a float64 copy of a column costs more than its arithmetic, so
+only pieces are float64.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ import torch
 from torch import Tensor
 
 PIECE = 1 << 17
-"""Tokens per piece, unless one response alone is longer: 1 MiB in float64, which stays in the cache."""
+"""Tokens per piece, unless one response is longer: 1 MiB in float64, which stays in the cache."""
 
 BLOCK = 32
 """Tokens that one matrix product scans."""
 
 
 def spread(x_N: Tensor, lengths_N: Tensor) -> Tensor:
-    """Each response's value on all of its tokens, in float32."""
     return torch.from_numpy(np.repeat(x_N.float().numpy(), lengths_N.numpy()))
 
 
 def sums(x_T: Tensor, lengths_N: Tensor) -> Tensor:
-    """Sum over the tokens of each response in float64; 0 for an empty one."""
+    """In float64; 0 for an empty response."""
     total_N = torch.zeros(len(lengths_N), dtype=torch.float64)
     filled_N = lengths_N > 0
     lengths = lengths_N[filled_N]
@@ -49,14 +48,13 @@ class Lot:
     places: list[slice]
 
     def rows(self, column_T: Tensor) -> Tensor:
-        """The responses' values as rows [R, L] of float64, zeros after each one's last."""
+        """The responses' values as rows [R, L] of float64, padded with 0."""
         x_RL = torch.zeros(len(self.places), self.places[0].stop - self.places[0].start, dtype=torch.float64)
         for i, place in enumerate(self.places):
             x_RL[i, : place.stop - place.start] = column_T[place]
         return x_RL
 
     def write(self, x_RL: Tensor, out_T: Tensor) -> None:
-        """Put rows to their places on the axis."""
         for i, place in enumerate(self.places):
             out_T[place] = x_RL[i, : place.stop - place.start]
 
@@ -74,7 +72,7 @@ def lots(lengths_N: Tensor) -> Iterator[Lot]:
 
 
 def suffix_sums(x_RL: Tensor, decay: float) -> Tensor:
-    """y_t = x_t + decay y_(t+1) along each row: within blocks by a matrix product, over the blocks' heads by itself."""
+    """y_t = x_t + decay y_(t+1) along each row: within blocks by a matrix product."""
     num_rows, length = x_RL.shape
     base = torch.tensor(decay, dtype=torch.float64)
     position_B = torch.arange(min(length, BLOCK))
@@ -92,10 +90,8 @@ def suffix_sums(x_RL: Tensor, decay: float) -> Tensor:
 
 
 def whiten_(x_T: Tensor) -> Tensor:
-    """(x - mean) / sqrt(variance + 1e-8) of a float32 column, in its place, with the sample's variance.
-
-    Sums are taken in float64. Equal numbers give exactly 0.
-    """
+    """(x - mean) / sqrt(variance + 1e-8), in place, with float64 sums and the sample's variance. Equal
+    numbers give 0."""
     lowest, highest = torch.aminmax(x_T) if len(x_T) else (0.0, 0.0)
     if lowest == highest:
         return x_T.zero_()

@@ -1,4 +1,4 @@
-"""The interface of advantage estimators: their input and output, what they can need, and their registry."""
+"""The interface of advantage estimators."""
 
 from __future__ import annotations
 
@@ -18,46 +18,44 @@ from grpo_rl.registry import Registry
 class AdvantageInput:
     """The batch as estimators see it, on the CPU. Groups may differ in size and be interleaved.
 
-    The optional columns are there when the estimator needs them: see `NEEDS`. K counts the steps of all
-    rollouts, P the parts of a reward.
+    Optional columns are there if the estimator needs them (`NEEDS`). K counts the steps of all rollouts, P
+    the parts of a reward.
     """
 
     of_tokens_T: Tensor | None
-    """The reward of every token, if it does not follow from the outcomes (a KL penalty, rewards of turns): see `token_rewards_T`."""
+    """The reward of every token, if it does not follow from the outcomes: see `token_rewards_T`."""
     lengths_N: Tensor
     group_N: Tensor
-    """The group of each rollout: equal numbers belong to one prompt."""
+    """Equal numbers belong to one prompt."""
     rewards_N: Tensor
-    """The outcomes once more: an empty response has no place for its own in `token_rewards_T`."""
+    """The outcomes, also of empty responses."""
     values_T: Tensor | None = None
-    """The critic's value of the state before each token."""
     baselines_N: Tensor | None = None
-    """Reward of the greedy response to the rollout's prompt."""
+    """Reward of the greedy response to the prompt."""
     step_ends_K: Tensor | None = None
     """Position on the token axis of each reasoning step's last token, in any order."""
     step_rewards_K: Tensor | None = None
     step_states_K: Tensor | None = None
-    """The number of the state that each step begins in: equal numbers within a group are one state."""
+    """Equal numbers within a group are one state, in which steps begin."""
     reward_parts_NP: Tensor | None = None
-    """The parts of each rollout's reward, before any weights."""
+    """Before any weights."""
 
     @property
     def token_rewards_T(self) -> Tensor:
-        """The reward of every token, float32: the outcome at each response's last token, minus any KL penalty per token.
+        """Float32: the outcome at each response's last token, minus any KL penalty per token.
 
-        Made of the outcomes wherever it is read, unless it was given: estimators that compare whole responses cost nothing per token.
+        Made of the outcomes if it is read: estimators that compare whole responses cost nothing per token.
         """
         return token_rewards(self.rewards_N, self.lengths_N) if self.of_tokens_T is None else self.of_tokens_T
 
     def scores_N(self) -> Tensor:
-        """Return the reward of each response in float64: the sum of its token rewards, or its outcome if it has no token."""
+        """Float64: the sum of a response's token rewards, or its outcome if it has no token."""
         if self.of_tokens_T is None:  # a sum of zeros and of the outcome in float32
             return torch.where(self.lengths_N > 0, self.rewards_N.float().double(), self.rewards_N.double())
         sums_N = blockwise.sums(self.of_tokens_T, self.lengths_N)
         return torch.where(self.lengths_N > 0, sums_N, self.rewards_N.double())
 
     def column(self, name: str) -> Tensor:
-        """Return the optional column `name`, which has to be there."""
         value = getattr(self, name)
         assert value is not None, f"there is no {name}: the estimator needs it, and has to declare that with @needs"
         return value
@@ -65,16 +63,14 @@ class AdvantageInput:
 
 @dataclass(frozen=True, slots=True)
 class AdvantageOutput:
-    """An estimator's result, both columns in float32."""
-
     advantages_T: Tensor
     returns_T: Tensor | None = None
-    """The targets of a critic; only from estimators that discount rewards token by token."""
+    """The targets of a critic, if rewards are discounted token by token."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutAdvantages:
-    """The result of an estimator by which all tokens of a response have the same advantage."""
+    """All tokens of a response have the same advantage."""
 
     advantages_N: Tensor
     lengths_N: Tensor
@@ -82,7 +78,7 @@ class RolloutAdvantages:
 
     @property
     def advantages_T(self) -> Tensor:
-        """The advantage of each token, made anew wherever it is read."""
+        """Made anew for each read."""
         return blockwise.spread(self.advantages_N, self.lengths_N)
 
 
@@ -97,9 +93,9 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "states": ("step_states_K",),
     "parts": ("reward_parts_NP",),
 }
-"""The things an estimator can need of the run (`@needs`), with the columns that it reads then: several responses per
-prompt (with rollout.n=1 there is nothing to compare), a critic, greedy responses, a reward that scores steps, episodes
-whose turns, all of them, are the steps and have states, a reward in parts."""
+"""What an estimator can need (`@needs`), with the columns that it reads then: several responses per prompt, a
+critic, greedy responses, a reward that scores steps, episodes whose turns are the steps and have states, a
+reward in parts."""
 
 ADVANTAGES: Registry[AdvantageEstimator] = Registry(
     "advantage estimator", "estimator(inp: AdvantageInput, *, option=default, ...) -> AdvantageOutput"
@@ -107,12 +103,13 @@ ADVANTAGES: Registry[AdvantageEstimator] = Registry(
 
 
 def reads_token_rewards(needs: frozenset[str]) -> bool:
-    """Return whether a KL penalty in the reward would reach the advantages of an estimator with these needs."""
+    """Return whether a KL penalty in the reward would reach the advantages."""
     return not needs & {"steps", "parts"}
 
 
 def token_rewards(rewards_N: Tensor, lengths_N: Tensor, kl_T: Tensor | None = None, kl_coef: float = 0.0) -> Tensor:
-    """Return the reward of every token, float32: r_t = outcome [t is the response's last token] - kl_coef * kl_t.
+    """Return the float32 reward of every token: r_t = outcome [t is the response's last token] - kl_coef *
+    kl_t.
 
     InstructGPT (arXiv 2203.02155), section 3.5; Ziegler et al. (arXiv 1909.08593), section 2. Raises
     ValueError for an outcome that is not finite.
@@ -130,7 +127,6 @@ def token_rewards(rewards_N: Tensor, lengths_N: Tensor, kl_T: Tensor | None = No
 
 
 def check_rewards(rewards_N: Tensor) -> None:
-    """Raise ValueError for an outcome that is not finite."""
     if not bool(torch.isfinite(rewards_N).all()):
         bad = (~torch.isfinite(rewards_N)).nonzero().flatten().tolist()
         raise ValueError(f"the rewards of rollouts {bad[:8]} are not finite ({rewards_N[bad[0]].item()}); a reward is a number")

@@ -15,13 +15,14 @@ from grpo_rl.config.schema.kinds import Epsilon, Factor
 from grpo_rl.registry import formula_by, needs
 
 Std = Literal["group", "batch", "batch_rewards", "none"]
-"""The divisor of deviations: the standard deviation of the rewards in the group, of the deviations in the whole
-batch (ScaleRL, arXiv 2510.13786), of the rewards in the whole batch (Lite PPO, arXiv 2508.08221), or nothing.
-All are the sample's (n - 1)."""
+"""The divisor of deviations: the standard deviation (n - 1) of the rewards in the group, of the deviations in
+the whole batch (ScaleRL, arXiv 2510.13786), of the rewards in the whole batch (Lite PPO, arXiv
+2508.08221), or nothing."""
 
 
 def divided(formula: str, options: Mapping[str, Any]) -> str:
-    """Return the formula with the standard deviation that the option `std` names; the docstrings have the group's."""
+    """Return the formula with the standard deviation that the option `std` names; docstrings have the
+    group's."""
     std = options["std"]
     if std == "none":
         return re.sub(r" / \(std\([Rr] of group\) \+ epsilon\)", "", formula)
@@ -41,8 +42,8 @@ def grpo(inp: AdvantageInput, *, std: Std = "group", epsilon: Epsilon = 1e-6) ->
 
     Formula: A = (R - mean(R of group)) / (std(R of group) + epsilon)
 
-    DeepSeekMath (arXiv 2402.03300), section 4.1.2. The standard deviation is the sample's (n - 1). `std` takes
-    another one, or none: see `Std`. A group whose rewards are all equal, and so every group of one, gives exactly 0.
+    DeepSeekMath (arXiv 2402.03300), section 4.1.2. For `std` see `Std`. A group of equal rewards gives
+    exactly 0.
     """
     groups = Groups(inp.group_N)
     scores_N = inp.scores_N()
@@ -57,7 +58,6 @@ def dr_grpo(inp: AdvantageInput) -> RolloutAdvantages:
     Formula: A = R - mean(R of group)
 
     Dr. GRPO (arXiv 2503.20783), section 3.2, which averages with a constant (`seq-mean-token-sum-norm`) too.
-    A group of one gives exactly 0.
     """
     return _same_on_all_tokens(inp, Groups(inp.group_N).deviation(inp.scores_N()))
 
@@ -69,7 +69,7 @@ def rloo(inp: AdvantageInput) -> RolloutAdvantages:
 
     Formula: A = R - mean(R of the others in the group) = n/(n - 1) (R - mean(R of group))
 
-    RLOO (arXiv 2402.14740), section 3. A group of one has no others and gives exactly 0.
+    RLOO (arXiv 2402.14740), section 3. A group of one gives exactly 0.
     """
     groups = Groups(inp.group_N)
     factor_N = groups.count_N / (groups.count_N - 1).clamp(min=1)
@@ -78,12 +78,12 @@ def rloo(inp: AdvantageInput) -> RolloutAdvantages:
 
 @ADVANTAGES.register("rft")
 def rft(inp: AdvantageInput, *, threshold: Factor = 1.0) -> RolloutAdvantages:
-    """The indicator of a response that is good enough: it is learnt as a demonstration is, and the others are left alone.
+    """The indicator of a response that is good enough: it is learnt as a demonstration is.
 
     Formula: A = 1 where R >= threshold, else 0
 
-    Online rejection-sampling fine-tuning (DeepSeekMath, arXiv 2402.03300, appendix A.1.3), with the loss `reinforce`. No
-    response is pushed down, and responses are not compared. `threshold` is the least reward of a right answer.
+    Online rejection-sampling fine-tuning (DeepSeekMath, arXiv 2402.03300, appendix A.1.3), with the loss
+    `reinforce`. `threshold` is the least reward of a right answer.
     """
     return _same_on_all_tokens(inp, (inp.scores_N() >= threshold).double())
 
@@ -91,12 +91,12 @@ def rft(inp: AdvantageInput, *, threshold: Factor = 1.0) -> RolloutAdvantages:
 @ADVANTAGES.register("opo")
 @needs("group")
 def opo(inp: AdvantageInput) -> RolloutAdvantages:
-    """The distance to the group's mean weighted by length, the baseline of least variance if gradients grow with length.
+    """The distance to the group's mean weighted by length, of least variance if gradients grow with length.
 
     Formula: A = R - Σ_group length R / Σ_group length
 
-    OPO (arXiv 2505.23585). A response without a token has weight 0. A group in which only one response has
-    tokens, or all that have are equal, gives exactly 0.
+    OPO (arXiv 2505.23585). A response without a token has weight 0. Equal rewards of all that have tokens
+    give exactly 0.
     """
     groups = Groups(inp.group_N)
     scores_N, lengths_N = inp.scores_N(), inp.lengths_N.double()
@@ -116,8 +116,8 @@ def gpg(inp: AdvantageInput, *, std: Std = "none", epsilon: Epsilon = 1e-6) -> R
 
     Formula: A = α (R - mean(R of group)); α = rollouts / rollouts in groups with differing rewards
 
-    GPG (arXiv 2504.02546), section 2: α makes up for the zeros that groups without signal put into the average.
-    `std` divides, as in `grpo`. A group of one gives exactly 0, and counts as one without signal.
+    GPG (arXiv 2504.02546), section 2. `std` divides, as in `grpo`. A group of one counts as one without
+    signal.
     """
     groups = Groups(inp.group_N)
     scores_N = inp.scores_N()
@@ -133,8 +133,7 @@ def grpo_passk(inp: AdvantageInput, *, std: Std = "group", epsilon: Epsilon = 1e
 
     Formula: A = (best - second best) / (std(R of group) + epsilon) on the best response, else 0
 
-    Pass@k training (arXiv 2503.19595). `std` as in `grpo`. Several best responses have no lead: 0. A group of
-    one has no second best and gives exactly 0.
+    Pass@k training (arXiv 2503.19595). `std` as in `grpo`. Several best responses, or a group of one, give 0.
     """
     groups = Groups(inp.group_N)
     scores_N = inp.scores_N()
@@ -157,9 +156,8 @@ def gdpo(
 
     Formula: A = s / (std(s of batch) + epsilon); s = Σ_parts weight (r - mean(r of group)) / (std(r of group) + epsilon)
 
-    GDPO (arXiv 2601.05242). So a part with a small spread is not drowned by one with a large spread. The mean of s
-    over a batch is 0 by construction and is not subtracted. `weights` are 1 by default; `std` as in `grpo`.
-    A part that is constant in a group adds exactly 0 there; so does every part in a group of one. Raises
+    GDPO (arXiv 2601.05242): a part with a small spread is not drowned by one with a large spread. `weights`
+    are 1 by default; `std` as in `grpo`. A part that is constant in a group adds exactly 0 there. Raises
     ValueError for another number of weights than of parts.
     """
     parts_NP = inp.column("reward_parts_NP").double()
@@ -181,8 +179,7 @@ def reinforce_plus_plus_baseline(inp: AdvantageInput) -> RolloutAdvantages:
     Formula: A = whiten(R - mean(R of group)); whiten(x) = (x - mean) / sqrt(var + 1e-8), over all tokens of the batch
 
     REINFORCE++ (arXiv 2501.03262), its form with a group baseline. Long responses weigh more in mean and
-    variance. A group of one has distance 0, and so has a constant group; whitening then moves all distances by the
-    same amount, so these are exactly 0 only if all are.
+    variance. Constant groups have distance 0, and whitening moves all distances by the same amount.
     """
     deviation_N = Groups(inp.group_N).deviation(inp.scores_N())
     lengths_N = inp.lengths_N.double()
@@ -205,7 +202,7 @@ def _scaled(deviation_N: Tensor, scores_N: Tensor, groups: Groups, std: Std, eps
 
 
 def _divisor(deviation_N: Tensor, scores_N: Tensor, groups: Groups, std: Std, epsilon: float) -> Tensor:
-    """Return the divisor that `std` names, plus epsilon. Raises ValueError for another name."""
+    """Return the divisor plus epsilon. Raises ValueError for an unknown name."""
     if std == "group":
         return groups.std(deviation_N) + epsilon
     if std == "batch":

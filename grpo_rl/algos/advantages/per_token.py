@@ -1,4 +1,4 @@
-"""Estimators whose advantage differs from token to token: rewards that come on the way, values, discounts."""
+"""Estimators whose advantage differs from token to token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from grpo_rl.registry import formula_by, needs
 
 
 def unwhitened(formula: str, options: Mapping[str, Any]) -> str:
-    """Return the formula of `gae` without the whitening if the option `whiten` switches it off."""
     return formula if options["whiten"] else re.sub(r"whiten\((Σ.*?)\); (.*); whiten.*", r"\1; \2", formula)
 
 
@@ -26,13 +25,13 @@ def unwhitened(formula: str, options: Mapping[str, Any]) -> str:
 @needs("values")
 @formula_by(unwhitened)
 def gae(inp: AdvantageInput, *, gamma: Fraction = 1.0, lam: Fraction = 1.0, whiten: bool = True) -> AdvantageOutput:
-    """The critic's temporal differences, summed with decay, then whitened over the batch. Returns come from before that.
+    """The critic's temporal differences, summed with decay, then whitened over the batch.
 
     Formula: A = whiten(Σ_l (γ λ)^l δ_(t+l)); δ_t = r_t + γ V_(t+1) - V_t, V after the last token = 0;
     γ = gamma, λ = lam; whiten(x) = (x - mean) / sqrt(var + 1e-8), over all tokens of the batch
 
-    GAE (arXiv 1506.02438), eq. 16; PPO (arXiv 1707.06347), eq. 11. returns = unwhitened A + V. Groups play no
-    part. A batch whose differences are all equal, such as one of a single token, gives exactly 0.
+    GAE (arXiv 1506.02438), eq. 16; PPO (arXiv 1707.06347), eq. 11. returns = unwhitened A + V. Equal
+    differences give exactly 0.
     """
     values_T = inp.column("values_T")
     advantages_T, returns_T = torch.empty(len(values_T)), torch.empty(len(values_T))
@@ -54,8 +53,7 @@ def reinforce_plus_plus(inp: AdvantageInput, *, gamma: Fraction = 1.0) -> Advant
     Formula: A = whiten(Σ_l γ^l r_(t+l)); γ = gamma; whiten(x) = (x - mean) / sqrt(var + 1e-8), over all tokens of the
     batch
 
-    REINFORCE++ (arXiv 2501.03262). returns are the unwhitened sums. Groups play no part, so a group of one is like
-    any other. A batch whose sums are all equal gives exactly 0.
+    REINFORCE++ (arXiv 2501.03262). returns are the unwhitened sums. Equal sums give exactly 0.
     """
     returns_T = torch.empty(len(inp.token_rewards_T))
     for lot in blockwise.lots(inp.lengths_N):
@@ -70,7 +68,7 @@ def remax(inp: AdvantageInput) -> AdvantageOutput:
 
     Formula: A = Σ_l r_(t+l) - R(greedy response)
 
-    ReMax (arXiv 2310.10505), algorithm 1. Groups play no part: one response per prompt is enough.
+    ReMax (arXiv 2310.10505), algorithm 1. One response per prompt is enough.
     """
     baselines_N = inp.column("baselines_N").double()
     advantages_T, returns_T = torch.empty(len(inp.token_rewards_T)), torch.empty(len(inp.token_rewards_T))
@@ -92,11 +90,10 @@ def grpo_process(
     Formula: A = Σ_{steps of the response that end at or after the token} γ^k (r - mean(r of group)) / (std(r of group) +
     epsilon); k = 0, 1, ... counts these steps; γ = gamma
 
-    DeepSeekMath (arXiv 2402.03300), section 4.1.3. Mean and sample standard deviation (n - 1) are taken over all step
-    rewards of the group's responses together; `std="none"` leaves the division out. Tokens after the last step
-    have 0. A group of one response compares its steps with each other; a group with one step, or whose step rewards
-    are all equal, gives exactly 0. γ discounts by steps, which are turns in episodes of several turns; the paper has 1. Raises
-    ValueError for a step that ends outside the token axis.
+    DeepSeekMath (arXiv 2402.03300), section 4.1.3. Mean and sample standard deviation (n - 1) are over all
+    step rewards of the group together; `std="none"` leaves the division out. Tokens after the last step have
+    0. One step, or equal step rewards, give exactly 0. γ discounts by steps, which are turns in episodes; the
+    paper has 1. Raises ValueError for a step that ends outside the token axis.
     """
     if std not in ("group", "none"):
         raise ValueError(f"std={std!r}: group or none")
@@ -108,7 +105,7 @@ def grpo_process(
 
 
 def divided_by_mode(formula: str, options: Mapping[str, Any]) -> str:
-    """Return the formula of `gigpo` with the division that the option `mode` asks for; the docstring has none."""
+    """Return the formula of `gigpo` with the division that `mode` asks for."""
     if options["mode"] == "mean_norm":
         return formula
     return re.sub(r"(\w+ - mean\(([^)]*)\))", r"(\1) / (std(\2) + epsilon)", formula)
@@ -125,16 +122,16 @@ def gigpo(
     mode: Literal["mean_norm", "mean_std_norm"] = "mean_norm",
     epsilon: Epsilon = 1e-6,
 ) -> AdvantageOutput:
-    """The episode's distance to its group's mean, and that of what a turn leads to among all turns in the same state.
+    """The episode's distance to its group's mean, and that of what a turn leads to among all turns in the
+    same state.
 
     Formula: A = R - mean(R of group) + step_advantage_w (G_t - mean(G of the group's turns in t's state));
     G_t = Σ_k γ^k r_(t+k), r of turns; γ = gamma
 
-    GiGPO (arXiv 2505.10978), section 4. A group is the episodes of one prompt; its turns that begin in equal states are
-    compared, whenever and in whichever episode they were taken. `mode=mean_std_norm` divides both deviations by the sample
-    standard deviation (n - 1) of what they are compared with, plus epsilon. A turn whose state no other turn has, and a state whose
-    turns all lead to the same, add exactly 0. R is not discounted by gamma. Raises ValueError for a step that ends outside the token
-    axis.
+    GiGPO (arXiv 2505.10978), section 4. A group is the episodes of one prompt; its turns that begin in equal
+    states are compared, whenever they were taken. `mode=mean_std_norm` divides both deviations by the sample
+    standard deviation (n - 1), plus epsilon. A state that only one turn has adds exactly 0. R is not
+    discounted. Raises ValueError for a step that ends outside the token axis.
     """
     steps = Steps(inp, gamma)
     episode_N, turn_K = episode_and_turn(inp, steps, mode, epsilon)
@@ -142,7 +139,8 @@ def gigpo(
 
 
 def episode_and_turn(inp: AdvantageInput, steps: Steps, mode: str, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Return GiGPO's advantages of episodes [N] and of turns [K], in float64. Raises ValueError for another mode."""
+    """Return GiGPO's advantages of episodes [N] and of turns [K], float64. Raises ValueError for another
+    mode."""
     if mode not in ("mean_norm", "mean_std_norm"):
         raise ValueError(f"mode={mode!r}: mean_norm or mean_std_norm")
 
@@ -157,8 +155,6 @@ def episode_and_turn(inp: AdvantageInput, steps: Steps, mode: str, epsilon: floa
 
 
 class Steps:
-    """The steps of a batch in the order of the token axis, whatever their order in the input was."""
-
     def __init__(self, inp: AdvantageInput, gamma: float) -> None:
         """Raises ValueError for a step that ends outside the token axis."""
         ends_K, self._gamma = inp.column("step_ends_K").long(), gamma
@@ -169,7 +165,7 @@ class Steps:
                 f"steps end at tokens {int(ends_K.min())} to {int(ends_K.max())}; the batch has 0 to {num_tokens - 1}"
             )
         self.order_K = torch.argsort(ends_K, stable=True)
-        """The place in the input of each step."""
+        """The index in the input of each step."""
         self._ends_K = ends_K[self.order_K]
         self.rewards_K = inp.column("step_rewards_K")[self.order_K].double()
         self.rollout_K = torch.searchsorted(self._token_ends_N, self._ends_K, right=True)
@@ -183,7 +179,7 @@ class Steps:
         return sums_K
 
     def on_tokens(self, x_K: Tensor, rest_N: Tensor) -> AdvantageOutput:
-        """Return each step's value on all tokens up to its end, and `rest_N` on those after a response's last step."""
+        """Return each step's value on all tokens up to its end, and `rest_N` on those after the last."""
         run_ends, order = torch.sort(torch.cat([self._ends_K + 1, self._token_ends_N]), stable=True)
         run_lengths = torch.diff(run_ends, prepend=torch.zeros(1, dtype=torch.long))
         return AdvantageOutput(blockwise.spread(torch.cat([x_K, rest_N])[order], run_lengths))

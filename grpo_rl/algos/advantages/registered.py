@@ -1,8 +1,8 @@
-"""Advantage estimators: rewards of a batch in, one advantage per trained token out.
+"""Advantage estimators, registered by their modules' import: rewards of a batch in, one advantage per trained
+token out.
 
-An estimator takes an `AdvantageInput` and its own options as keywords with defaults, computes in float64,
-and returns an `AdvantageOutput` in float32. Register one with `@ADVANTAGES.register("name")`, and say with
-`@needs(...)` what it asks of the run. Importing this module makes all of them known.
+An estimator takes an `AdvantageInput` and its options as keywords with defaults, computes in float64, and
+returns an `AdvantageOutput` in float32.
 """
 
 from __future__ import annotations

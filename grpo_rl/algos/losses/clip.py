@@ -19,7 +19,7 @@ def vanilla(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0.2,
     Gradient: r A, but 0 where A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low or r > clip_c
 
     PPO (arXiv 1707.06347), eq. 7; GRPO (arXiv 2402.03300), eq. 3; separate bounds: DAPO (arXiv 2503.14476),
-    section 3.1; dual clip: Ye et al. (arXiv 1912.09729), "Dual-clip PPO". `pg_clipfrac` counts the tokens where the clip
+    section 3.1; dual clip: Ye et al. (arXiv 1912.09729). `pg_clipfrac` counts the tokens where the clip
     decides, `pg_clipfrac_lower` those where the dual clip does, `ppo_kl` is log π_old - log π.
     """
     loss_T, stats = clipped(inputs.log_ratio_T(), inputs.advantages_T, clip_low, clip_high)
@@ -38,8 +38,8 @@ def gspo(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0.2) ->
 
     Gradient: s mean(A), over the response's tokens but those with A > 0 and s > 1 + clip_high, or A < 0 and s < 1 - clip_low
 
-    GSPO (arXiv 2507.18071), section 4.1. Its clip range is far smaller than PPO's (3e-4 and 4e-4). The mean
-    log-ratio is cut at 10, as in verl; there is no dual clip.
+    GSPO (arXiv 2507.18071), section 4.1, with clip ranges of 3e-4 and 4e-4. The mean log-ratio is cut at 10,
+    as in verl; there is no dual clip.
     """
     log_ratio_T = inputs.segments.broadcast(inputs.mean_log_ratio_N())
     return TokenLoss(*clipped(log_ratio_T, inputs.advantages_T, clip_low, clip_high))

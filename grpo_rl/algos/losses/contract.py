@@ -1,4 +1,4 @@
-"""The interface of policy losses: their input and output, their registry, and the parts that several of them share."""
+"""The interface of policy losses, their registry, and the parts that several of them share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpo_rl.types import LossColumns
 F = TypeVar("F", bound=Callable[..., Any])
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are cut to +-20 before exp, as in verl: e^20 is far beyond every clip range and far from overflow."""
+"""Log-ratios are cut to +-20 before exp, as in verl."""
 
 MAX_SEQUENCE_LOG_RATIO = 10.0
 """A response's mean log-ratio is cut above at this, as in verl."""
@@ -25,48 +25,48 @@ MAX_SEQUENCE_LOG_RATIO = 10.0
 
 @dataclass(frozen=True, slots=True)
 class LossInput(LossColumns[Tensor]):
-    """The trained tokens of one micro-batch, flat and on one device: response n owns `segments.lengths_N[n]` of them.
+    """The trained tokens of one micro-batch, flat and on one device.
 
-    The optional columns, here and in `LossColumns`, are there if the loss, its average or its KL term needs them: see `NEEDS`.
+    Optional columns are there if the loss, its average or its KL term needs them (`NEEDS`).
     """
 
     policy_logprobs_T: Tensor
-    """Log-probabilities of the sampled tokens under the policy that is trained, with gradient."""
+    """With gradient."""
     advantages_T: Tensor
     segments: Segments
     group_N: Tensor | None = None
-    """The group of each response: equal numbers belong to one prompt."""
+    """Equal numbers belong to one prompt."""
     entropy_T: Tensor | None = None
-    """Entropy of the policy's distribution at each token, in nats, with gradient."""
+    """In nats, with gradient."""
     full_kl_T: Tensor | None = None
-    """KL from the policy's whole distribution to the reference's at each token, with gradient."""
+    """KL from the policy's whole distribution to the reference's, with gradient."""
     policy_top_logprobs_TK: Tensor | None = None
-    """The policy's log-probs of the K tokens of `teacher_top_logprobs_TK`, with gradient."""
+    """Of the K tokens of `teacher_top_logprobs_TK`, with gradient."""
 
     def old_T(self) -> Tensor:
-        """Return the old log-probs; without any the policy's own without gradient, so that the ratio is exactly 1."""
+        """Return the old log-probs; without any the policy's own, detached, so that the ratio is
+        exactly 1."""
         return self.policy_logprobs_T.detach() if self.old_logprobs_T is None else self.old_logprobs_T
 
     def log_ratio_T(self) -> Tensor:
-        """Return log π - log π_old of each token in float64, cut to ±MAX_LOG_RATIO."""
+        """Return log π - log π_old in float64, cut to ±MAX_LOG_RATIO."""
         return (self.policy_logprobs_T.double() - self.old_T().double()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def mean_log_ratio_N(self) -> Tensor:
-        """Return the mean log-ratio of each response in float64, cut above at MAX_SEQUENCE_LOG_RATIO."""
+        """Return each response's mean log-ratio in float64, cut above at MAX_SEQUENCE_LOG_RATIO."""
         difference_T = self.policy_logprobs_T.double() - self.old_T().double()
         return self.segments.mean(difference_T).clamp(max=MAX_SEQUENCE_LOG_RATIO)
 
     def column(self, name: str) -> Tensor:
-        """Return the optional column `name`, which has to be there."""
         value = getattr(self, name)
         assert value is not None, f"there is no {name}: the objective needs it, and a loss has to declare that with @needs"
         return value
 
 
 class TokenLoss(NamedTuple):
-    """A policy loss's result: the loss of each token, with gradient, and statistics of each token without.
+    """The loss of each token, with gradient, and statistics of each token without.
 
-    A statistic whose name ends in `_max` is reported as the largest value, all others as the mean over trained tokens.
+    A statistic `..._max` is reported as the largest value, all others as the mean over trained tokens.
     """
 
     loss_T: Tensor
@@ -83,9 +83,9 @@ NEEDS: dict[str, tuple[str, ...]] = {
     **{column.metadata["need"]: (column.name,) for column in fields(LossColumns) if column.metadata["need"]},
     "entropy": ("entropy_T",),
 }
-"""The things a policy loss can need of the run (`@needs`), with the columns that it reads then: the reference policy, the number of
-trained tokens of the response's group, rollouts in pairs (see `preference.py`), single answers of labelled rows with an estimate of
-the KL, the entropy of every token's distribution. The other columns are always there."""
+"""What a policy loss can need (`@needs`), with the columns that it reads then: the reference policy, the
+number of trained tokens of the response's group, rollouts in pairs (see `preference.py`), single answers
+of labelled rows with an estimate of the KL, the entropy. The other columns are always there."""
 
 POLICY_LOSSES: Registry[PolicyLoss] = Registry(
     "policy loss", "loss(inputs: LossInput, *, option=default, ...) -> TokenLoss(loss_T, stats)"
@@ -93,7 +93,7 @@ POLICY_LOSSES: Registry[PolicyLoss] = Registry(
 
 
 def selected_by(selection: Selection) -> Callable[[F], F]:
-    """Return a decorator for a loss that reads `selected_T`, which `selection` chooses once for a whole mini-batch."""
+    """Declare that a loss reads `selected_T`, which `selection` chooses once for a whole mini-batch."""
 
     def note(function: F) -> F:
         function.selection = selection  # type: ignore[attr-defined]
@@ -103,23 +103,21 @@ def selected_by(selection: Selection) -> Callable[[F], F]:
 
 
 def selection_of(loss: Callable[..., Any]) -> Selection | None:
-    """Return the function that chooses the loss's clipped tokens; None for a loss that chooses none."""
+    """None for a loss that chooses no tokens."""
     return getattr(loss, "selection", None)
 
 
 def by_advantage(loss: F) -> F:
-    """Declare that a loss gives no gradient to a response whose advantages are all 0, which then needs no backward pass."""
+    """Declare that a response whose advantages are all 0 gets no gradient, and so no backward pass."""
     loss.by_advantage = True  # type: ignore[attr-defined]
     return loss
 
 
 def scales_with_advantage(loss: Callable[..., Any]) -> bool:
-    """Return whether the loss declares `by_advantage`."""
     return getattr(loss, "by_advantage", False)
 
 
 def clipped(log_ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return PPO's pessimistic clipped loss and its statistics."""
     advantages_T = advantages_T.double()
     ratio_T = log_ratio_T.exp()
     plain_T = -advantages_T * ratio_T

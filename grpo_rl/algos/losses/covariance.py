@@ -1,10 +1,8 @@
 """Losses that hold back the few tokens whose update would cost the most entropy.
 
-To first order a step lowers the policy's entropy by the covariance of log-probability and advantage (Cui et al.,
-arXiv 2505.22617), and few tokens carry most of it. Which ones they are depends on means over a batch. Others take
-the micro-batch at hand, so that the loss changes with the split; here the covariance is taken once over the whole
-mini-batch, with π_old in place of π, before the first of its gradients: the chosen tokens are then a column that
-travels with them. In the first update of a batch π_old is π, and the choice is the paper's.
+To first order a step lowers the policy's entropy by the covariance of log-probability and advantage (Cui et
+al., arXiv 2505.22617). It is taken once over the whole mini-batch, with π_old in place of π, so that the loss
+does not depend on micro-batches; in the first update π_old is π, as in the paper.
 """
 
 from __future__ import annotations
@@ -33,7 +31,8 @@ def between_bounds(
     clip_cov_lb: Factor = 1.0,
     clip_cov_ub: Factor = 5.0,
 ) -> Tensor:
-    """Return a seeded choice of tokens with a covariance between the bounds: `clip_cov_ratio` of all tokens, at least one.
+    """Return a random choice of tokens with a covariance between the bounds: `clip_cov_ratio` of all, at
+    least one.
 
     Raises ValueError for bounds with nothing between them.
     """
@@ -49,10 +48,8 @@ def between_bounds(
 def largest(
     advantages_T: Tensor, old_logprobs_T: Tensor, generator: torch.Generator, *, kl_cov_ratio: Fraction = 0.0002
 ) -> Tensor:
-    """Return the tokens with the largest covariance: `kl_cov_ratio` of all tokens, at least one, and only positive ones.
-
-    Tokens that tie with the last one are chosen too, so that the order of tokens plays no part.
-    """
+    """Return the tokens with the largest positive covariance: `kl_cov_ratio` of all, at least one, and
+    ties."""
     covariance_T = covariances(advantages_T, old_logprobs_T)
     if not len(covariance_T):
         return torch.zeros(0, dtype=torch.bool)
@@ -89,7 +86,7 @@ def kl_cov(inputs: LossInput, *, ppo_kl_coef: Coefficient = 0.1) -> TokenLoss:
 
     Gradient: r A, and - ppo_kl_coef sign(log π - log π_old) on those tokens
 
-    KL-Cov (arXiv 2505.22617), section 4.2. The clip bounds have no part in it.
+    KL-Cov (arXiv 2505.22617), section 4.2. There are no clip bounds.
     """
     selected_T, log_ratio_T = inputs.column("selected_T"), inputs.log_ratio_T()
     ratio_T = log_ratio_T.exp()

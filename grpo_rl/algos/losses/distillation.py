@@ -1,9 +1,10 @@
-"""Distillation: the distance of the policy to a teacher, as a negative advantage of each token or as a loss of its own.
+"""Distillation: the distance of the policy π to a teacher τ, as a negative advantage of each token or as a
+loss of its own.
 
-π is the policy and τ the teacher, both at the tokens that were sampled or given. A distance is an estimate by the token itself
-(`kl.py`, with τ in the place of the reference), or a divergence over the teacher's top k tokens and, as one further token, all
-others. The advantage -k1 is that of "On-Policy Distillation" (Thinking Machines Lab, 2025); divergences as losses on the
-policy's own responses are GKD's (arXiv 2306.13649). Everything is computed in float64.
+A distance is an estimate by the token itself (`kl.py`, with τ as the reference), or a divergence over the
+teacher's top k tokens and all others as one. The advantage -k1 is that of "On-Policy Distillation" (Thinking
+Machines Lab, 2025); divergences on the policy's own responses are GKD's (arXiv 2306.13649). Everything is
+float64.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ DIVERGENCES: Registry[Divergence] = Registry(
     "divergence", "divergence(policy_logprobs_TK: Tensor, teacher_logprobs_TK: Tensor, *, option=default, ...) -> divergence_T"
 )
 LEAST_REST = 1e-6
-"""The least probability of all tokens outside of the top k together: below, float32 log-probs say nothing about it."""
+"""The least probability of all tokens outside of the top k together, for float32 log-probs."""
 NEVER = -1000.0
-"""The log-prob of a token that could not be sampled, of policy and teacher."""
+"""The log-prob of a token that could not be sampled."""
 
 
 @DIVERGENCES.register("forward_kl", "forward_kl_topk_tail")
@@ -46,7 +47,7 @@ def forward_kl(policy_logprobs_TK: Tensor, teacher_logprobs_TK: Tensor) -> Tenso
 
 @DIVERGENCES.register("forward_kl_topk")
 def forward_kl_topk(policy_logprobs_TK: Tensor, teacher_logprobs_TK: Tensor) -> Tensor:
-    """The part of the forward KL that the teacher's top k make, as in verl: not 0 at its minimum, and below 0 in places.
+    """The forward KL's part of the teacher's top k, as in verl: not 0 at its minimum, below 0 in places.
 
     Formula: Σ_{v in top k} τ_v (log τ_v - log π_v)
     """
@@ -79,30 +80,27 @@ def jsd(policy_logprobs_TK: Tensor, teacher_logprobs_TK: Tensor, *, jsd_beta: Fr
 
 
 def with_rest(logprobs_TK: Tensor) -> Tensor:
-    """Return the log-probs with that of all other tokens together as one more."""
     rest_T1 = -torch.expm1(logprobs_TK.logsumexp(-1, keepdim=True))
     return torch.cat([logprobs_TK, rest_T1.clamp(min=LEAST_REST).log()], -1)
 
 
 @dataclass(frozen=True, slots=True)
 class Distillation:
-    """The teacher's part of the objective. Unknown names and settings that contradict each other raise ConfigError."""
+    """The teacher's part of the objective. Raises ConfigError for unknown or contradictory settings."""
 
     loss_mode: str = "k1"
     topk: int = 0
-    """Tokens of the teacher's distribution that a divergence compares; -1: all, 0: an estimate by the sampled token."""
+    """Tokens that a divergence compares; -1: all, 0: an estimate by the sampled token."""
     coef: float = 1.0
     task: bool = True
-    """True if the task is trained beside the teacher."""
     as_advantage: bool = True
     discount: float = 0.0
     max_clamp: float | None = None
     options: tuple[tuple[str, float], ...] = ()
-    """Options of the divergence."""
 
     @classmethod
     def from_config(cls, config: DistillationConfig) -> Distillation | None:
-        """Return what `distillation` describes; None if it is not enabled."""
+        """None if distillation is not enabled."""
         loss_config = config.distillation_loss
         if not config.enabled:
             return None
@@ -135,7 +133,7 @@ class Distillation:
         )
 
     def distance_T(self, inputs: LossInput) -> Tensor:
-        """Return the distance to the teacher at each token, with gradient."""
+        """With gradient."""
         if self.topk == 0:
             teacher_T = inputs.column("teacher_logprobs_T")
             distance_T = kl_estimate(inputs.policy_logprobs_T, teacher_T, self.loss_mode, inputs.old_T())
@@ -148,7 +146,7 @@ class Distillation:
         return distance_T if self.max_clamp is None else distance_T.clamp(-self.max_clamp, self.max_clamp)
 
     def advantages_T(self, inputs: LossInput) -> Tensor:
-        """Return each token's advantage: the task's, and -coef Σ_l discount^l k1 of the tokens after it in its response."""
+        """Return each token's advantage: the task's, and -coef Σ_l discount^l k1 of the tokens after it."""
         gains_T = -self.coef * self.distance_T(inputs).detach()
         if self.discount:
             summed_T, own_T = torch.empty(len(gains_T), dtype=torch.float64), gains_T.cpu()
@@ -158,12 +156,12 @@ class Distillation:
         return inputs.advantages_T.double() + gains_T if self.task else gains_T
 
     def stats(self, inputs: LossInput) -> dict[str, Tensor]:
-        """Return the sum over the tokens of k1, whose mean estimates the KL of the policy to its teacher."""
+        """Return the sum of k1, whose mean estimates the KL of the policy to its teacher."""
         k1_T = k1(inputs.policy_logprobs_T.detach(), inputs.column("teacher_logprobs_T"))
         return {"sum/distillation_kl": k1_T.sum()}
 
     def formula(self) -> str:
-        """Return the distance as plain text, or what is added to the advantage."""
+        """Return the distance as text, or what is added to the advantage."""
         if self.as_advantage:
             later = f"Σ_l {self.discount:g}^l " if self.discount else ""
             return f"{'A of the task + ' * self.task}{self.coef:g} {later}(log τ - log π);  τ the teacher"
@@ -175,7 +173,6 @@ class Distillation:
         return f"{formula_of(KL_ESTIMATORS.get(self.loss_mode)).replace('π_ref', 'τ')}  [{self.loss_mode}]"
 
     def coefficient(self) -> str:
-        """Return what the teacher adds to the gradient coefficient."""
         if self.as_advantage:
             return self.formula()
         of_estimate = coefficient_of(KL_ESTIMATORS.get(self.loss_mode)).replace("π_ref", "τ") if not self.topk else ""

@@ -1,15 +1,16 @@
-"""Losses over preferences: a chosen and a rejected response to one prompt, compared by the policy's own log-probabilities.
+"""Losses over preferences: a chosen and a rejected response to one prompt, compared by the policy's own
+log-probabilities.
 
-A *pair* is two rollouts of one `group_N`, of which `chosen_N` says which one is preferred. Both have at least one trained
-token, and both lie in the same micro-batch: pairs are the units that `data.balance` keeps together. The loss of a pair
-stands on every token of its two responses, so that the averages over responses or prompts (`PAIR_AVERAGES`) make the mean
-over pairs of it, whatever the responses' lengths; the statistics are averaged in the same way.
+A *pair* is two rollouts of one `group_N` with at least one trained token each, in the same micro-batch. Its
+loss stands on every token of both, so that the averages over responses or prompts (`PAIR_AVERAGES`) make the
+mean over pairs.
 
-The loss sees a pair through its *margin*: how much more the policy prefers the chosen response than the reference does,
+The *margin* is how much more the policy prefers the chosen response than the reference does,
 
     h = (log π(y_w|x) - log π_ref(y_w|x)) - (log π(y_l|x) - log π_ref(y_l|x)).
 
-beta times a response's log-ratio is its *implicit reward* (DPO, arXiv 2305.18290, section 4, eq. 5 up to a term of the prompt).
+beta times a response's log-ratio is its *implicit reward* (DPO, arXiv 2305.18290, section 4, eq. 5 up to a
+term of the prompt).
 
 `kto` reads single responses, each desirable or not (`chosen_N`), and compares their log-ratios with `kl_N`.
 """
@@ -31,17 +32,13 @@ from grpo_rl.registry import formula_by, needs
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """The pairs of a micro-batch: pair p consists of the rollouts `chosen_P[p]` and `rejected_P[p]`."""
-
     chosen_P: Tensor
     rejected_P: Tensor
 
     @classmethod
     def of(cls, group_N: Tensor, chosen_N: Tensor) -> Pairs:
-        """Return the pairs, in the order of their groups' numbers.
-
-        Raises ValueError if a group is not one chosen and one rejected rollout.
-        """
+        """Return the pairs, by group. Raises ValueError if a group is not one chosen and one rejected
+        rollout."""
         # By group, and in a group the chosen rollout first.
         order_N = torch.argsort(2 * group_N + (~chosen_N).long(), stable=True)
         chosen_P, rejected_P = order_N[: len(order_N) // 2 * 2].view(-1, 2).unbind(1)
@@ -58,7 +55,6 @@ class Pairs:
 
 
 def _loss_over_pairs(inputs: LossInput, loss_P: Tensor, rewards_N: Tensor, pairs: Pairs) -> TokenLoss:
-    """Return the pairs' losses on their tokens, with the implicit rewards and how they order the pairs."""
     rewards_N = rewards_N.detach()
     chosen_P, rejected_P = rewards_N[pairs.chosen_P], rewards_N[pairs.rejected_P]
     logprobs_N = inputs.segments.sum(inputs.policy_logprobs_T.detach().double())
@@ -85,7 +81,6 @@ def _log_ratio_N(inputs: LossInput, reference_free: bool, length_normalised: boo
 
 
 def _log_ratios(inputs: LossInput, reference_free: bool, length_normalised: bool) -> tuple[Tensor, Pairs]:
-    """Return each response's log π - log π_ref in float64, and the pairs."""
     ratio_N = _log_ratio_N(inputs, reference_free, length_normalised)
     return ratio_N, Pairs.of(inputs.column("group_N"), inputs.column("chosen_N"))
 
@@ -99,11 +94,9 @@ _SMOOTHED = ("(1 - label_smoothing) ", " - label_smoothing log sigmoid(-beta h)"
 
 
 def _as_chosen(formula: str, options: Mapping[str, Any]) -> str:
-    """Return the formula with `l` as the options make it: the log-ratio or log-prob, of the response or per token.
+    """Return the formula with `l` as the options make it, without smoothed labels that are 0.
 
-    Without smoothed labels their terms, which are 0, are left out.
-
-    Of the gradient's coefficient, which begins with its sign, only the division by the length is one of the options.
+    A gradient's coefficient begins with its sign, and is only divided by the length.
     """
     if not options.get("label_smoothing"):
         for term in _SMOOTHED:
@@ -127,17 +120,17 @@ def dpo(
     reference_free: bool = False,
     length_normalised: bool = False,
 ) -> TokenLoss:
-    """Return the log-loss of a classifier whose logit is beta times the margin: direct preference optimisation.
+    """The log-loss of a classifier whose logit is beta times the margin: direct preference optimisation.
 
     Formula: -(1 - label_smoothing) log sigmoid(beta h) - label_smoothing log sigmoid(-beta h); h = l(chosen) - l(rejected),
     l = log π(y|x) - log π_ref(y|x)
 
     Gradient: ± beta ((1 - label_smoothing) sigmoid(-beta h) - label_smoothing sigmoid(beta h)); + on chosen, - on rejected tokens
 
-    DPO (arXiv 2305.18290), eq. 7. `label_smoothing` is the share of labels that are taken to be wrong: conservative
-    DPO (Mitchell, "A note on DPO with noisy preferences & relationship to IPO", 2023). `length_normalised` divides each
-    response's log-ratio by its length (Tülu 3, arXiv 2411.15124, section 5.1). `reference_free` takes a reference that
-    finds all responses equally likely.
+    DPO (arXiv 2305.18290), eq. 7. `label_smoothing` is the share of labels that are taken to be wrong:
+    conservative DPO (Mitchell, "A note on DPO with noisy preferences & relationship to IPO", 2023).
+    `length_normalised` divides each log-ratio by the length (Tülu 3, arXiv 2411.15124, section 5.1).
+    `reference_free` takes a reference that finds all responses equally likely.
     """
     ratio_N, pairs = _log_ratios(inputs, reference_free, length_normalised)
     logit_P = beta * _difference(ratio_N, pairs)
@@ -150,14 +143,13 @@ def dpo(
 @needs("pairs")
 @needs("ref_logprobs", unless="reference_free")
 def ipo(inputs: LossInput, *, beta: Beta = 0.1, reference_free: bool = False, length_normalised: bool = False) -> TokenLoss:
-    """Return the squared distance of the margin from 1/(2 beta), beyond which nothing pushes: identity preference optimisation.
+    """The squared distance of the margin from 1/(2 beta): identity preference optimisation.
 
     Formula: (h - 1/(2·beta))²; h = l(chosen) - l(rejected), l = log π(y|x) - log π_ref(y|x)
 
     Gradient: ± 2 (1/(2·beta) - h); + on chosen, - on rejected tokens
 
-    IPO (arXiv 2310.12036), eq. 17, whose tau is `beta`. TRL divides each log-ratio by its response's length first:
-    `length_normalised`.
+    IPO (arXiv 2310.12036), eq. 17, whose tau is `beta`. TRL takes `length_normalised`.
     """
     ratio_N, pairs = _log_ratios(inputs, reference_free, length_normalised)
     loss_P = (_difference(ratio_N, pairs) - 0.5 / beta).square()
@@ -171,14 +163,14 @@ def ipo(inputs: LossInput, *, beta: Beta = 0.1, reference_free: bool = False, le
 def dpo_hinge(
     inputs: LossInput, *, beta: Beta = 0.1, reference_free: bool = False, length_normalised: bool = False
 ) -> TokenLoss:
-    """Return the hinge on the margin: a pair whose implicit rewards are 1 apart has no gradient any more.
+    """The hinge on the margin: a pair whose implicit rewards are 1 apart has no gradient.
 
     Formula: max(0, 1 - h·beta); h = l(chosen) - l(rejected), l = log π(y|x) - log π_ref(y|x)
 
     Gradient: ± beta where h·beta < 1, else 0; + on chosen, - on rejected tokens
 
-    SLiC-HF (arXiv 2305.10425), eq. 2, with the margin to the reference as TRL and RSO (arXiv 2309.06657) have it; the
-    paper's own calibration loss is `reference_free`, with delta = 1/beta, times beta.
+    SLiC-HF (arXiv 2305.10425), eq. 2, with the margin to the reference as TRL and RSO (arXiv 2309.06657) have
+    it; the paper's own loss is `reference_free`, with delta = 1/beta, times beta.
     """
     ratio_N, pairs = _log_ratios(inputs, reference_free, length_normalised)
     loss_P = (1.0 - beta * _difference(ratio_N, pairs)).clamp(min=0.0)
@@ -188,14 +180,14 @@ def dpo_hinge(
 @POLICY_LOSSES.register("simpo")
 @needs("pairs")
 def simpo(inputs: LossInput, *, beta: Beta = 2.0, gamma: Coefficient = 1.0) -> TokenLoss:
-    """Return the loss of DPO without a reference, on mean log-probs, with a margin that the rewards have to reach.
+    """DPO's loss without a reference, on mean log-probs, with a margin that the rewards have to reach.
 
     Formula: -log sigmoid(beta (m(chosen) - m(rejected)) - gamma); m = log π(y|x)/|y|
 
     Gradient: ± beta/|y| sigmoid(gamma - beta (m(chosen) - m(rejected))); + on chosen, - on rejected tokens
 
-    SimPO (arXiv 2405.14734), eq. 6. Its section 4 tunes beta in 2.0 to 2.5 and gamma in 0.3 to 1.6. TRL's `simpo_gamma` is
-    this gamma.
+    SimPO (arXiv 2405.14734), eq. 6. Its section 4 tunes beta in 2.0 to 2.5 and gamma (TRL's `simpo_gamma`) in
+    0.3 to 1.6.
     """
     mean_N, pairs = _log_ratios(inputs, reference_free=True, length_normalised=True)
     loss_P = -logsigmoid(beta * _difference(mean_N, pairs) - gamma)
@@ -205,14 +197,15 @@ def simpo(inputs: LossInput, *, beta: Beta = 2.0, gamma: Coefficient = 1.0) -> T
 @POLICY_LOSSES.register("orpo")
 @needs("pairs")
 def orpo(inputs: LossInput, *, beta: Beta = 0.1) -> TokenLoss:
-    """Return the chosen response's mean negative log-prob, and beta times the log-loss of the odds between both responses.
+    """The chosen response's mean negative log-prob, and beta times the log-loss of the odds between both
+    responses.
 
     Formula: -m(chosen) - beta log sigmoid(o(chosen) - o(rejected)); o = m - log(1 - e^m), m = log π(y|x)/|y|
 
     Gradient: ± (c + beta sigmoid(o(rejected) - o(chosen))/(1 - e^m))/|y|, c = 1 on chosen and 0 on rejected tokens; + on chosen, - on rejected tokens
 
-    ORPO (arXiv 2403.07691), eq. 4 to 7, whose lambda is `beta`, as in TRL. TRL averages the first term over all chosen tokens
-    of a batch, this loss over responses, as the paper does. Supervised training and preferences in one, without a reference.
+    ORPO (arXiv 2403.07691), eq. 4 to 7, whose lambda is `beta`, as in TRL. TRL averages the first term over
+    all chosen tokens of a batch, the paper and this loss over responses.
     """
     mean_N, pairs = _log_ratios(inputs, reference_free=True, length_normalised=True)
     # A response that is certain has infinite odds: there the gradient stops.
@@ -227,16 +220,16 @@ def orpo(inputs: LossInput, *, beta: Beta = 0.1) -> TokenLoss:
 def kto(
     inputs: LossInput, *, beta: Beta = 0.1, desirable_weight: Positive = 1.0, undesirable_weight: Positive = 1.0
 ) -> TokenLoss:
-    """Return how far a response's value is from the best one, gains and losses weighed: Kahneman-Tversky optimisation.
+    """How far a response's value is from the best one: Kahneman-Tversky optimisation.
 
     Formula: desirable_weight (1 - sigmoid(beta (l - z))) where desirable, else undesirable_weight (1 - sigmoid(beta (z - l)));
     l = log π(y|x) - log π_ref(y|x), z = max(0, mean of l over mismatched rows)
 
     Gradient: ± w beta s (1 - s), s = sigmoid(beta (l - z)); w = desirable_weight and + on desirable tokens, else undesirable_weight and -
 
-    KTO (arXiv 2402.01306), eq. 8, as in TRL: z estimates the policy's KL to the reference without gradient, over the whole
-    batch, from each prompt with the answer of the row after it. Its section 4.2 keeps desirable_weight times the number of
-    desirable rows in 1 to 4/3 of the same of the others.
+    KTO (arXiv 2402.01306), eq. 8, as in TRL: z estimates the policy's KL to the reference without gradient,
+    over the whole batch, from each prompt with the answer of the row after it. Its section 4.2 keeps
+    desirable_weight times the number of desirable rows in 1 to 4/3 of the same of the others.
     """
     ratio_N = _log_ratio_N(inputs, reference_free=False, length_normalised=False)
     desirable_N, kl_N = inputs.column("chosen_N"), inputs.column("kl_N").double()

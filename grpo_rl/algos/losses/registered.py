@@ -1,8 +1,7 @@
-"""Policy losses: one loss per trained token. Averaging stays apart, in `aggregate.py`.
+"""Policy losses, registered by their modules' import: one loss per trained token, averaged in `aggregate.py`.
 
-A loss takes a `LossInput` and its own options as keywords with defaults, computes in float64, because log-probs of -30
-and more leave a float32 ratio few digits, and returns a `TokenLoss`. Register one with `@POLICY_LOSSES.register("name")`,
-and say with `@needs(...)` what it asks of the run, with `@by_advantage` that advantage 0 means no gradient. Importing this module makes all of them known.
+A loss takes a `LossInput` and its options as keywords with defaults, computes in float64, because log-probs
+of -30 leave a float32 ratio few digits, and returns a `TokenLoss`.
 """
 
 from __future__ import annotations

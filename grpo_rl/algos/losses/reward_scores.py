@@ -1,7 +1,4 @@
-"""Losses of reward models: one value per pair or per reasoning step, summed and divided by global counts elsewhere.
-
-Both take plain scores, as a head with one output gives them, compute in float64, and return detached statistics beside.
-"""
+"""Losses of reward models: one value per pair or per reasoning step, in float64, and detached statistics."""
 
 from __future__ import annotations
 
@@ -12,13 +9,13 @@ from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 def bradley_terry(
     chosen_P: Tensor, rejected_P: Tensor, *, margin_P: Tensor | None = None, center_coef: float = 0.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of each pair under the model that the better response wins with probability sigmoid(r_w - r_l).
+    """The loss of each pair if the better response wins with probability sigmoid(r_w - r_l).
 
     Formula: -log sigmoid(r_w - r_l - margin) + center_coef (r_w + r_l)²
 
-    Bradley and Terry (1952); as a loss for reward models: InstructGPT (arXiv 2203.02155), eq. 1. The margin, larger for pairs
-    that are easier to tell apart, is Llama 2's (arXiv 2307.09288), eq. 2. The likelihood does not change when a constant is added to
-    all scores; the second term, of Eisenstein et al. (arXiv 2312.09244), eq. 2, pulls their mean to 0: 0.01 is usual.
+    Bradley and Terry (1952); InstructGPT (arXiv 2203.02155), eq. 1. The margin, larger for pairs that are
+    easier to tell apart, is Llama 2's (arXiv 2307.09288), eq. 2. The second term, of Eisenstein et al. (arXiv
+    2312.09244), eq. 2, pulls the scores' mean to 0: 0.01 is usual.
     """
     chosen_P, rejected_P = chosen_P.double(), rejected_P.double()
     difference_P = chosen_P - rejected_P
@@ -35,13 +32,13 @@ def bradley_terry(
 
 
 def step_classification(scores_K: Tensor, labels_K: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the cross-entropy of each reasoning step, whose score is the logit of "this step is good".
+    """The cross-entropy of each reasoning step, whose score is the logit of "this step is good".
 
     Formula: -y log sigmoid(s) - (1 - y) log sigmoid(-s)
 
-    A step is read at its last token: Lightman et al. (arXiv 2305.20050), section 2.6; Math-Shepherd (arXiv 2312.08935), eq. 2.
-    Labels are 0 and 1, or the share of completions from this step on that were right (Math-Shepherd's soft estimation, eq. 4).
-    Raises ValueError for labels outside of 0 to 1.
+    Lightman et al. (arXiv 2305.20050), section 2.6; Math-Shepherd (arXiv 2312.08935), eq. 2. Labels are 0 and
+    1, or the share of completions from this step on that were right (its eq. 4). Raises ValueError for labels
+    outside of 0 to 1.
     """
     labels_K = labels_K.double()
     if bool(((labels_K < 0) | (labels_K > 1)).any()) or not bool(labels_K.isfinite().all()):

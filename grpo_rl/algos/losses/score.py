@@ -1,4 +1,4 @@
-"""Losses that keep every token's gradient, weigh it, or drop it: score functions and soft gates instead of the clip."""
+"""Losses that keep every token's gradient, weigh it, or drop it, instead of the clip."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ def reinforce(inputs: LossInput) -> TokenLoss:
 
     Gradient: A
 
-    Williams (1992), "Simple statistical gradient-following algorithms"; the loss of GPG (arXiv 2504.02546), whose own
-    part is the advantage estimator of that name. It has no ratio, so nothing is clipped.
+    Williams (1992), "Simple statistical gradient-following algorithms"; the loss of GPG (arXiv 2504.02546).
     """
     loss_T = -inputs.advantages_T.double() * inputs.policy_logprobs_T.double()
     return TokenLoss(loss_T, {"ppo_kl": -inputs.log_ratio_T().detach()})
@@ -27,14 +26,13 @@ def reinforce(inputs: LossInput) -> TokenLoss:
 
 @POLICY_LOSSES.register("sft")
 def sft(inputs: LossInput) -> TokenLoss:
-    """The cross-entropy of demonstrated tokens: the score-function loss with a gradient coefficient of 1 on each of them.
+    """The cross-entropy of demonstrated tokens.
 
     Formula: -log π
 
     Gradient: 1
 
-    Supervised fine-tuning, as in DeepSeekMath (arXiv 2402.03300), appendix A.1.1. It reads no advantages, so there is nothing
-    that would weigh a token against another one.
+    Supervised fine-tuning, as in DeepSeekMath (arXiv 2402.03300), appendix A.1.1. It reads no advantages.
     """
     return TokenLoss(-inputs.policy_logprobs_T.double())
 
@@ -48,8 +46,8 @@ def cispo(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0.2) -
 
     Gradient: clip(r, 1 - clip_low, 1 + clip_high) A
 
-    CISPO: MiniMax-M1 (arXiv 2506.13585), section 3.1; sg stops the gradient. The upper bound is 1 + clip_high,
-    as in verl; TRL takes it as the bound itself.
+    CISPO: MiniMax-M1 (arXiv 2506.13585), section 3.1; sg stops the gradient. The upper bound is 1 +
+    clip_high, as in verl; TRL takes it as the bound itself.
     """
     log_ratio_T = inputs.log_ratio_T().detach()
     ratio_T = log_ratio_T.exp()
@@ -62,15 +60,15 @@ def cispo(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0.2) -
 @POLICY_LOSSES.register("topr")
 @by_advantage
 def topr(inputs: LossInput, *, negative_low: Taper = 0.0, negative_high: Taper = 1.0) -> TokenLoss:
-    """REINFORCE whose responses of negative advantage are weighted by their tapered ratio, and the others are not weighted.
+    """REINFORCE whose responses of negative advantage are weighted by their tapered ratio.
 
     Formula: -sg(w) A log π; w = 1 where A >= 0, else clip(s, negative_low, negative_high);
     s = exp(mean over the response of log π / π_old)
 
     Gradient: A where A >= 0, else clip(s, negative_low, negative_high) A
 
-    TOPR (arXiv 2503.14286), section 3, with the mean log-ratio of the response as in verl; sg stops the gradient. A response
-    that has become unlikely is not pushed down further; without a ratio it would be without end.
+    TOPR (arXiv 2503.14286), section 3, with the mean log-ratio of the response as in verl; sg stops the
+    gradient. A response that has become unlikely is not pushed down further.
     """
     ratio_T = inputs.segments.broadcast(inputs.mean_log_ratio_N().detach()).exp()
     advantages_T = inputs.advantages_T.double()
@@ -89,7 +87,7 @@ def sapo(inputs: LossInput, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.05
 
     Gradient: 4 r A σ (1 - σ); σ = sigmoid(τ (r - 1))
 
-    SAPO (arXiv 2511.20347). The clip bounds have no part in it.
+    SAPO (arXiv 2511.20347).
     """
     advantages_T = inputs.advantages_T.double()
     log_ratio_T = inputs.log_ratio_T()
@@ -103,15 +101,16 @@ def sapo(inputs: LossInput, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.05
 @POLICY_LOSSES.register("dppo_tv")
 @by_advantage
 def dppo_tv(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0.2, max_ratio: Positive = 20.0) -> TokenLoss:
-    """REINFORCE weighted by the ratio, without the tokens whose probability has moved far in the paying direction.
+    """REINFORCE weighted by the ratio, without the tokens whose probability has moved far in the paying
+    direction.
 
     Formula: -sg(min(r, max_ratio)) A log π, but 0 where A > 0 and π - π_old > clip_high, or A <= 0 and π - π_old < -clip_low;
     r = π / π_old
 
     Gradient: min(r, max_ratio) A, but 0 where A > 0 and π - π_old > clip_high, or A <= 0 and π - π_old < -clip_low
 
-    DPPO with binary total variation (arXiv 2602.04879); sg stops the gradient. The clip bounds are differences
-    of probabilities. `max_ratio` is its own: verl takes clip_ratio_c (3) for it.
+    DPPO with binary total variation (arXiv 2602.04879); sg stops the gradient. The clip bounds are
+    differences of probabilities. verl takes clip_ratio_c (3) for `max_ratio`.
     """
     difference_T = inputs.policy_logprobs_T.detach().double().exp() - inputs.old_T().double().exp()
     return _divergence_masked(inputs, difference_T > clip_high, difference_T < -clip_low, max_ratio)
@@ -144,8 +143,8 @@ def dro(inputs: LossInput, *, dro_beta: Coefficient = 0.1) -> TokenLoss:
 
     Gradient: A - dro_beta (log π - log π_old)
 
-    Direct reward optimisation (arXiv 2405.19107) with the advantage in place of reward minus value. The pull is what
-    bounds the step, so the log-ratio is not cut and nothing is clipped.
+    Direct reward optimisation (arXiv 2405.19107) with the advantage in place of reward minus value. The pull
+    bounds the step, so the log-ratio is not cut.
     """
     policy_T = inputs.policy_logprobs_T.double()
     difference_T = policy_T - inputs.old_T().double()
@@ -154,7 +153,6 @@ def dro(inputs: LossInput, *, dro_beta: Coefficient = 0.1) -> TokenLoss:
 
 
 def _divergence_masked(inputs: LossInput, too_likely_T: Tensor, too_unlikely_T: Tensor, max_ratio: float) -> TokenLoss:
-    """REINFORCE weighted by the bounded ratio, on the tokens that may still move in the direction that pays."""
     advantages_T = inputs.advantages_T.double()
     log_ratio_T = inputs.log_ratio_T().detach()
     ratio_T = log_ratio_T.exp()
@@ -170,7 +168,7 @@ def _divergence_masked(inputs: LossInput, too_likely_T: Tensor, too_unlikely_T: 
 
 
 def _binary_kl(old_T: Tensor, policy_T: Tensor) -> Tensor:
-    """KL between the events "this token", with log-probs `old_T` and `policy_T`; infinite if only the policy is certain."""
+    """KL between the events "this token", of log-probs; infinite if only the policy is certain."""
     log_rest_old_T, log_rest_T = torch.log(-torch.expm1(old_T)), torch.log(-torch.expm1(policy_T))
     # A rest without probability contributes nothing: not 0 * (-inf + inf).
     rest_T = torch.where(old_T < 0, -torch.expm1(old_T) * (log_rest_old_T - log_rest_T), 0.0)

@@ -9,12 +9,12 @@ from torch import Tensor
 def value_loss(
     values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, *, cliprange_value: float = 0.5
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Half the squared error of each value, with the step away from the old value bounded; averaged by `aggregate.py`.
+    """Half the squared error of each value, with the step away from the old value bounded.
 
     Formula: max((V - R)², (clip(V, V_old - cliprange_value, V_old + cliprange_value) - R)²) / 2
 
-    PPO's reference code (OpenAI baselines); not in the paper. Computed in float64. `vf_clipfrac` counts the tokens
-    where the clip decides, `vpred_mean` is V; both are detached.
+    PPO's reference code (OpenAI baselines); not in the paper. Float64. `vf_clipfrac` counts the tokens where
+    the clip decides, `vpred_mean` is V; both are detached.
     """
     values_T, old_values_T, returns_T = values_T.double(), old_values_T.double(), returns_T.double()
     bounded_T = torch.minimum(torch.maximum(values_T, old_values_T - cliprange_value), old_values_T + cliprange_value)
@@ -24,10 +24,8 @@ def value_loss(
 
 
 def explained_variance(values_T: Tensor, returns_T: Tensor) -> float:
-    """1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for a constant one, below for a harmful one.
-
-    0 if the returns do not vary: there is nothing to explain.
-    """
+    """1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for a constant one or constant returns, below for a
+    harmful one."""
     returns_T = returns_T.double()
     if not len(returns_T) or bool((returns_T == returns_T[0]).all()):
         return 0.0
