@@ -188,9 +188,6 @@ def _explain(error: BaseException, refusal: str) -> None:
     print(redact("\n".join(lines)), file=sys.stderr)
 
 
-# ---- the course of a run: what earlier ones left, Ray, workers, training, end ------------------------------------
-
-
 @dataclass(slots=True)
 class Course:
     composed: Composed

@@ -135,9 +135,6 @@ def _make_importable(folder: Path) -> None:
         sys.path.append(str(folder))
 
 
-# ---- what is known of a function ---------------------------------------------------------------------
-
-
 def options_of(function: Callable[..., Any]) -> dict[str, Any]:
     parameters = inspect.signature(function).parameters.values()
     options = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
@@ -296,9 +293,6 @@ def shown(
             for pattern, number in ((rf"1 - {name}\b", 1 - value), (rf"1 \+ {name}\b", 1 + value), (rf"\b{name}\b", value)):
                 formula = re.sub(pattern, f"{number:.6g}", formula)
     return formula
-
-
-# ---- failures of a user's own function ---------------------------------------------------------------
 
 
 def guarded(function: F, what: str, interface: str) -> F:

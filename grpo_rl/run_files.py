@@ -165,8 +165,6 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
-# ---- digests of what a run reads -------------------------------------------------------------------------------------
-
 _BLOCK, _BLOCKS = 65_536, 32
 
 

@@ -95,13 +95,11 @@ def prompt_mean(values_T: Tensor, segments: Segments, counts: Counts, *, group_t
 
 
 def group_tokens(lengths_N: Tensor, group_N: Tensor) -> Tensor:
-    """Call it on the whole mini-batch."""
     _, index_N = torch.unique(group_N, return_inverse=True)
     tokens_G = torch.zeros(int(index_N.max()) + 1 if len(index_N) else 0, dtype=torch.long)
     return tokens_G.index_add(0, index_N, lengths_N.long())[index_N]
 
 
 def count(lengths_N: Tensor, group_N: Tensor) -> Counts:
-    """Denominators of a mini-batch, without rollouts and groups that have no trained token."""
     alive_N = lengths_N > 0
     return Counts(int(lengths_N.sum()), int(alive_N.sum()), int(group_N[alive_N].unique().numel()))

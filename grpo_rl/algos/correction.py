@@ -29,7 +29,6 @@ MAX_LOG_WEIGHT = 20.0
 
 
 _BOUNDED_BY = {"token": "token_k1", "sequence": "seq_sum_k1"}
-"""The rejection of the same ratio that a weight is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +61,10 @@ class RolloutCorrection:
     """Without arguments it corrects nothing. Raises ConfigError with all problems."""
 
     rollout_is: Literal["token", "sequence"] | None = None
-    """Weight each token by its own ratio, or by that of its whole response."""
     rollout_is_threshold: float | None = None
     """Cut weights above; None needs a rejection that bounds them."""
     rollout_is_batch_normalize: bool = False
-    """Divide the weights by their mean, over kept tokens or responses."""
     rollout_rs: tuple[Rejection, ...] = ()
-    """What any of them rejects is not trained."""
     bypass_mode: bool = False
     """Take the engine's log-probs as the old ones: weights and rejections are those of the present policy
     against the engine; a loss with a ratio has that weight already."""
@@ -98,7 +94,6 @@ class RolloutCorrection:
 
     @classmethod
     def from_config(cls, config: RolloutCorrectionConfig) -> RolloutCorrection:
-        """Return `algorithm.rollout_correction`."""
         modes, uppers, lowers = config.rollout_rs, config.rollout_rs_threshold, config.rollout_rs_threshold_lower
         ratios = [mode for mode in modes if mode.endswith("k1")]
         problems = []
@@ -186,7 +181,6 @@ def mismatch_metrics(old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, segment
 def mismatch_shares(
     policy_logprobs_T: Tensor, rollout_logprobs_T: Tensor, segments: Segments, counts: Counts
 ) -> dict[str, float]:
-    """This micro-batch's shares of `mismatch_metrics` over a mini-batch, without the largest difference."""
     metrics = mismatch_metrics(policy_logprobs_T, rollout_logprobs_T, segments)
     per_token = segments.num_tokens / max(1, counts.num_tokens)
     per_sequence = int(segments.nonempty_N.sum()) / max(1, counts.num_sequences)

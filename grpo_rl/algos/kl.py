@@ -96,7 +96,6 @@ def k3(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
 
 
 def straight_through(name: str) -> KlEstimator:
-    """The estimator called `name` with the gradient of k2."""
     base = KL_ESTIMATORS.get(name)
 
     def estimator(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
@@ -151,8 +150,6 @@ def full_kl(policy_logits_TV: Tensor, ref_logits_TV: Tensor) -> Tensor:
 
 
 class FixedKlController:
-    """A constant weight of the KL penalty in the reward."""
-
     def __init__(self, kl_coef: float) -> None:
         self.value = kl_coef
 

@@ -23,7 +23,6 @@ from grpo_rl.registry import check_options, needs_of, options_of, own_options, s
 from grpo_rl.types import Counts
 
 Options = tuple[tuple[str, Any], ...]
-"""Pairs of name and value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +37,7 @@ class Objective:
     loss_agg_mode: str = "token-mean"
     entropy_coeff: float = 0.0
     adaptive_entropy: bool = False
-    """The caller passes the entropy coefficient with every call."""
     kl_loss_type: str | None = None
-    """A registered KL estimator, `full`, or None for no KL term."""
     kl_loss_coef: float = 0.0
     loss_options: Options = ()
     agg_options: Options = ()
@@ -48,7 +45,6 @@ class Objective:
     correction: RolloutCorrection | None = None
     """Of the policy against the engine, whose log-probs are the old ones (bypass_mode)."""
     router_aux_loss_coef: float = 0.0
-    """Weight of the loss that keeps experts evenly used (`models/experts.py`)."""
     distillation: Distillation | None = None
 
     def __post_init__(self) -> None:
@@ -109,12 +105,10 @@ class Objective:
 
     @property
     def needs_group_tokens(self) -> bool:
-        """Whether the caller has to supply `aggregate.group_tokens`."""
         return "group_tokens" in self._loss_needs | needs_of(AGGREGATIONS.get(self.loss_agg_mode))
 
     @property
     def needs_pairs(self) -> bool:
-        """Whether rollouts come in pairs, with `chosen_N`, in one micro-batch."""
         return "pairs" in self._loss_needs
 
     @property
@@ -124,7 +118,6 @@ class Objective:
 
     @property
     def skips_zero_advantage(self) -> bool:
-        """Whether a rollout whose advantages are all 0 adds nothing to the gradient."""
         if self.kl_loss_type is not None or self._has_entropy or self.router_aux_loss_coef or self.distillation is not None:
             return False
         return scales_with_advantage(POLICY_LOSSES.get(self.loss_mode))
@@ -138,7 +131,6 @@ class Objective:
         return needs_of(POLICY_LOSSES.get(self.loss_mode), dict(self.loss_options))
 
     def select(self, advantages_T: Tensor, old_logprobs_T: Tensor, generator: torch.Generator) -> Tensor:
-        """Return which trained tokens of a whole mini-batch the loss clips, if `needs_selection`."""
         selection = selection_of(POLICY_LOSSES.get(self.loss_mode))
         assert selection is not None, f"{self.loss_mode} chooses no tokens"
         return selection(advantages_T, old_logprobs_T, generator, **own_options(selection, dict(self.loss_options)))
@@ -211,7 +203,6 @@ class Objective:
         return kl_estimate(inputs.policy_logprobs_T, ref_T, self.kl_loss_type, inputs.old_T(), options)
 
     def formula(self) -> str:
-        """Return the objective as text with its denominators, one term per line."""
         total = "loss = avg(pg)"
         lines = [f"pg   = {shown(POLICY_LOSSES.get(self.loss_mode), self.loss_options)}"]
         if self.distillation is not None and self.distillation.as_advantage:
@@ -250,7 +241,6 @@ def _combine(token_stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def average_options(actor: ActorConfig, max_response_length: int | None = None) -> dict[str, Any]:
-    """Return the options of the average, with the constant of one that divides by it."""
     known = options_of(AGGREGATIONS.get(actor.loss_agg_mode))
     options = chosen_options(AVERAGE, actor, known)
     if "loss_scale_factor" in known and max_response_length is not None:

@@ -37,7 +37,6 @@ class Calibration(NamedTuple):
     """The expected calibration error: the mean of |frequency - probability| over bins, weighed by their
     counts. Bin b holds the probabilities in (b/B, (b+1)/B], 0 in the first one."""
     brier: float
-    """The mean squared distance of probability and outcome."""
 
 
 def calibration(probability_K: Tensor, good_K: Tensor, *, num_bins: int = 10) -> Calibration:

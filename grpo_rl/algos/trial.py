@@ -38,12 +38,9 @@ log-probs."""
 
 @dataclass(frozen=True, slots=True)
 class FunctionKind:
-    """The functions of one registry: how they are tried, and what they can need."""
-
     registry: Registry[Any]
     arguments: tuple[str, ...]
     needs: Mapping[str, tuple[str, ...]]
-    """The columns that each need allows to read."""
     supplied: Mapping[str, str]
     run: Trial
 
@@ -202,7 +199,6 @@ def run_average(function: Callable[..., Any], options: Options) -> tuple[Tensor,
 
 @unheard()
 def run_kl(function: Callable[..., Any], options: Options) -> tuple[Tensor, ...]:
-    """Return the KL of each token and, as the last value, its gradient."""
     inputs = loss_input()
     supplied = {"old_logprobs_T": inputs.old_T()} if "old_logprobs" in needs_of(function) else {}
     kl_T = function(inputs.policy_logprobs_T, inputs.column("ref_logprobs_T"), **supplied, **options)

@@ -173,9 +173,6 @@ class RankFiles:
             raise CheckpointError(f"cannot write {folder}: {type(error).__name__}: {error}") from error
 
 
-# ---- a rank's share ------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Share:
     parts: dict[str, dict[str, Part]]

@@ -48,8 +48,6 @@ class CheckpointStore:
         self.warn = warn
         """Called with each thing that was left alone, and the reason."""
 
-    # ---- writing -------------------------------------------------------------------------------------------
-
     def begin(self, step: int, state: dict[str, Any], needed: int = 0) -> Draft:
         """Raises CheckpointError, with nothing written, if fewer than the `needed` bytes are free."""
         draft = Draft(self, step, self.folder / _temporary("writing", f"step_{step}"), needed, json.dumps(state).encode())
@@ -122,8 +120,6 @@ class CheckpointStore:
         """The next start removes what cannot be removed now."""
         self._remove(draft.folder)
 
-    # ---- reading -------------------------------------------------------------------------------------------
-
     def latest(self, on_bad: Callable[[str], None]) -> Checkpoint | None:
         """The newest good checkpoint; `on_bad` is called with the reason for each newer one.
 
@@ -161,8 +157,6 @@ class CheckpointStore:
         if moved:
             files.flush(self.folder)
         return moved
-
-    # ---- parts ---------------------------------------------------------------------------------------------
 
     @staticmethod
     def _entries(draft: Draft, written: Files) -> Files:

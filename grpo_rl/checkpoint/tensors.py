@@ -103,9 +103,6 @@ class Shards(ExitStack):
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-# ---- host memory that is kept: for what a save copies, and for what is moved off a GPU between two phases of a step ----
-
-
 SLAB, ALIGNMENT = 256 << 20, 512
 """Bytes of a block that many kept tensors share, and the multiple at which each of them begins."""
 

@@ -115,9 +115,6 @@ def repeated_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return k.repeat_interleave(times, dim=1), v.repeat_interleave(times, dim=1)
 
 
-# ---- blocks that continue a prompt, on CPUs: two parts and their log-sum-exps ----------------------------------------
-
-
 def split_attention(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None) -> Tensor:
     repeat = query.shape[1] // key.shape[1]
     if repeat > 1:
@@ -199,13 +196,9 @@ class _SplitAttention(torch.autograd.Function):
         return (*(grad.transpose(0, 1)[None] for grad in grads_SHD), None, None)
 
 
-# ---- elsewhere: copies of the prompts' keys --------------------------------------------------------------------------
-
-
 def block_by_block(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, keys: GatheredKeys, scaling: float | None
 ) -> Tensor:
-    """Return the outputs [S, heads, head_dim] of SDPA over one block after the other."""
     queries = query.split(packing.lengths_N.tolist(), dim=2)
     copies = (gathered(x[0].transpose(0, 1), keys).split(keys.lengths_B.tolist()) for x in (key, value))
     outputs = []
@@ -242,9 +235,6 @@ class _Gather(torch.autograd.Function):
         return total.index_add_(0, index, grad.to(precise)).to(grad.dtype), None
 
 
-# ---- kernels of variable length ----------------------------------------------------------------------------------------
-
-
 def takes_blocks_as_they_lie(query: Tensor, dropout: float) -> bool:
     """Return whether a kernel for blocks on a flat axis takes this device, type and head size; torch's has no
     dropout.
@@ -258,7 +248,6 @@ def takes_blocks_as_they_lie(query: Tensor, dropout: float) -> bool:
 
 
 _flash_attn_is_wanted = True
-"""False once `choose_kernel` has named another kernel."""
 
 
 def choose_kernel(name: str) -> None:

@@ -33,10 +33,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class WarmStart:
-    """A supervised run of a fixed number of steps that gives a random model its first ability."""
-
     task: str
-    """The procedural task whose rows are demonstrated."""
     num_steps: int
     batch_size: int
     lr: float
@@ -46,8 +43,6 @@ class WarmStart:
 
 @dataclass(frozen=True, slots=True)
 class Builtin:
-    """Everything that determines an embedded model."""
-
     name: str
     version: int
     """Raise it if the code that builds, or the task's, changes what comes out."""
@@ -169,7 +164,6 @@ def cache() -> Path:
 
 
 def _is_usable(folder: Path) -> bool:
-    """Return whether a folder has models, or can be made and written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -227,7 +221,6 @@ def build_tokenizer(vocab_size: int) -> Any:
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """Silence transformers' progress bar for writing one megabyte."""
     from transformers.utils import logging
 
     was_enabled = logging.is_progress_bar_enabled()

@@ -26,15 +26,13 @@ class Routed:
     """
 
     counts_LE: Tensor
-    """The number of states that took each expert."""
     entropy_L: Tensor
-    """The sum over the states of the router's entropy, in nats."""
+    """Summed over the states, in nats."""
     changed_L: Tensor
     """The number of states whose router prefers another set of experts than was given."""
     probs: list[Tensor] = field(default_factory=list)
-    """The sum over the states of the router's probabilities [E], for each layer."""
+    """Summed over the states, [E] for each layer."""
     chosen: list[Tensor] = field(default_factory=list)
-    """The experts [S, K] that each computed token took, for each layer, if they are asked for."""
 
 
 @dataclass(slots=True)
@@ -56,14 +54,12 @@ class Routing:
         self.num_layers = len(routers)
         self.num_experts, self.top_k = int(routers[0].num_experts), int(routers[0].top_k)
         self.last: Routed | None = None
-        """The choices of the last forward pass."""
         self._pass: _Pass | None = None
         for layer, router in enumerate(routers):
             router.register_forward_hook(functools.partial(self._on_output, layer))
 
     @staticmethod
     def of(lm: nn.Module) -> Routing | None:
-        """None for a model without experts."""
         if getattr(getattr(lm, "config", None), "model_type", None) not in FAMILIES:
             return None
         # A layer's router is `mlp.gate`, with the number of experts; a dense layer of the same model has none.
@@ -91,7 +87,6 @@ class Routing:
     def _on_output(
         self, layer: int, router: Any, inputs: Any, output: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Count a router's output, and replace it if experts are given."""
         current_pass = self._pass
         if current_pass is None:
             return None
@@ -138,9 +133,6 @@ def nothing_given(dtype: torch.dtype) -> int:
     return int(torch.iinfo(dtype).max)
 
 
-# ---- the auxiliary loss --------------------------------------------------------------------------------------
-
-
 def balance_loss(probs: list[Tensor], counts_LE: Tensor, num_states: int) -> Tensor:
     """Return this pass's share of the auxiliary loss that keeps experts evenly used; the shares of all passes
     add up.
@@ -170,9 +162,6 @@ def router_metrics(counts_LE: Tensor) -> dict[str, float]:
         "router/load_max": float((counts_LE.max(-1).values / mean_L).mean()),
         "router/idle_experts": float((counts_LE == 0).double().mean()),
     }
-
-
-# ---- names of experts in files --------------------------------------------------------------------------------------
 
 
 FAMILIES = ("qwen3_moe", "olmoe")

@@ -26,7 +26,6 @@ class TokenOutputs:
     hidden_TD: Tensor | None = None
 
     def whole(self, own: Slice) -> TokenOutputs:
-        """Return the quantities of all trained tokens from each rank's own. A collective of its group."""
         columns = (getattr(self, field.name) for field in fields(self))
         return TokenOutputs(*(None if column is None else own.whole(column) for column in columns))  # type: ignore[arg-type]
 
@@ -42,7 +41,6 @@ class PackedModel(nn.Module):
         self.adapters: Adapters | None = None
         self.routing = Routing.of(lm)
         self.sequence_group: SequenceGroup | None = None
-        """The ranks that compute each pass together; None: this rank computes all of it."""
 
     def sliced(self, sequences: Sequences) -> Sequences:
         return sequences if self.sequence_group is None else sequences.sliced(self.sequence_group)
@@ -68,8 +66,6 @@ class PackedModel(nn.Module):
 
 
 class PolicyModel(PackedModel):
-    """A causal LM whose forward pass returns per-token quantities instead of logits."""
-
     def __init__(
         self,
         lm: Any,

@@ -129,7 +129,7 @@ def materialize_from(
 
 
 def _to_empty(policy: PackedModel, device: torch.device, in_host_memory: bool) -> None:
-    """Give a sharded policy on meta storage. Buffers are on the device and keep their values."""
+    """Buffers are on the device and keep their values."""
     buffers = {name: buffer.clone() for name, buffer in policy.named_buffers()}
     policy.to_empty(device=torch.device("cpu") if in_host_memory else device)
     for module_name, module in policy.named_modules():
@@ -153,7 +153,6 @@ def materialize(policy: PackedModel, whole: PackedModel | None, device: torch.de
 
 
 def reshard(policy: PackedModel) -> None:
-    """Drop whole copies of parameters, which go stale when shards are written."""
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -231,7 +230,6 @@ def save_model(
 
 
 def _write_shards(named: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int) -> None:
-    """Write consecutive tensors into safetensors files, and if there are several their index."""
     files: list[list[str]] = []
     shard: dict[str, Tensor] = {}
     size = total = 0

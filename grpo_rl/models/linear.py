@@ -28,7 +28,6 @@ Precision = Literal["float32", "tf32", "bfloat16"]
 
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """Return `x @ weight_OI.T + bias_O` of [..., I]."""
     is_cpu_float32 = x.device.type == "cpu" and x.dtype == weight_OI.dtype == torch.float32
     # Torch's compiler has products of its own: it does not take oneDNN's if the weight may change.
     if is_cpu_float32 and x.numel() and _has_onednn() and not torch.compiler.is_compiling():
@@ -125,7 +124,6 @@ def _has_onednn() -> bool:
 
 
 def rounded(x: Tensor, precision: Precision) -> Tensor:
-    """Round a float32 matrix as products of this precision do, for several that read it."""
     return x.detach().bfloat16() if precision == "bfloat16" else x.detach()
 
 
@@ -182,7 +180,6 @@ def product(a: Tensor, b: Tensor, precision: Precision) -> Tensor:
 
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor, precision: Precision) -> Tensor:
-    """Return `total + a @ b`, in place of `total`."""
     if total is None:
         return a @ b if precision == "float32" else reduced_product(a, b, precision)
     if precision == "bfloat16":  # whose sum in float32 only a product has, and not one with something to add to

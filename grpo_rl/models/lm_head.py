@@ -27,8 +27,6 @@ Support = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """An LM head with float32 logits."""
-
     weight_VD: Tensor
     bias_V: Tensor | None
     temperature: float
@@ -44,12 +42,10 @@ class Head:
         return replace(self, weight_VD=self.weight_VD.detach(), bias_V=None if self.bias_V is None else self.bias_V.detach())
 
     def scaled_TD(self, hidden_TD: Tensor) -> Tensor:
-        """Return the hidden states over the temperature, for all logits at once."""
         hidden_TD = hidden_TD.float()
         return hidden_TD if self.temperature == 1.0 else hidden_TD / self.temperature
 
     def logits_TV(self, hidden_TD: Tensor, left_out_TV: Tensor | None) -> Tensor:
-        """Return the logits over the temperature; -inf for tokens that are left out."""
         bias_V = None if self.bias_V is None else self.bias_V.float() / self.temperature
         arguments = self.scaled_TD(hidden_TD), self.weight_VD.float(), bias_V
         if self.precision == "float32":
@@ -64,13 +60,9 @@ class Head:
         return self.logits_TV(hidden_TD, left_out_TV).log_softmax(dim=-1)
 
 
-# ---- log-probs of the trained tokens alone --------------------------------------------------------------------------
-
-
 def token_logprobs(
     head: Head, hidden_TD: Tensor, target_T: Tensor, chunk_tokens: int, support: list[Support] | None = None
 ) -> Tensor:
-    """Return the log-prob of each target. `support` is for each chunk."""
     out: Tensor = _TokenLogprobs.apply(hidden_TD, head.weight_VD, head.bias_V, target_T, head.detached(), chunk_tokens, support)
     return out
 
@@ -153,7 +145,7 @@ def _chunks(num_tokens: int, chunk_tokens: int) -> list[tuple[int, slice]]:
 
 
 def support_of_chunks(counts_T: Tensor | None, ids_M: Tensor | None, chunk_tokens: int) -> list[Support] | None:
-    """Return, for each chunk, row and id of every token that could be sampled there."""
+    """Of each chunk."""
     if counts_T is None or ids_M is None:
         return None
     chunks, begin = [], 0
@@ -163,9 +155,6 @@ def support_of_chunks(counts_T: Tensor | None, ids_M: Tensor | None, chunk_token
         chunks.append((row_M.to(ids_M.device), ids_M[begin:end]))
         begin = end
     return chunks
-
-
-# ---- everything else ------------------------------------------------------------------------------------------------
 
 
 def in_chunks(columns: Callable[[int, slice], Columns], num_tokens: int, chunk_tokens: int) -> Columns:
@@ -195,7 +184,6 @@ def head_columns(
     top_ids_TK: Tensor | None = None,
     support: Support | None = None,
 ) -> Columns:
-    """Return the columns of some trained tokens, None for what is not asked for; see `PolicyModel.forward`."""
     left_out_TV = _left_out_TV(support, len(target_T), len(head.weight_VD))
     logprobs_TV = head.logprobs_TV(hidden_TD, left_out_TV)
     # A copy, not a view: FSDP hooks the outputs and cannot hook views.

@@ -69,7 +69,6 @@ def load_config(
 
 
 def override_field(config: Any, key: str, value: Any) -> None:
-    """Raises ConfigError for a field that the config does not have, or of the wrong type."""
     where = f"actor_rollout_ref.model.override_config.{key}"
     if callable(getattr(config, key, len)) or isinstance(getattr(type(config), key, None), property):
         raise ConfigError(f"{where}: {type(config).__name__} has no such field")
@@ -84,8 +83,6 @@ def _first_line(error: BaseException) -> str:
 
 
 def load_lm(path: str, config: Any, *, trust_remote_code: bool = False, on_meta: bool = False, key: str = POLICY_KEY) -> Any:
-    """Return an AutoModelForCausalLM with float32 weights (`on_meta` without storage) and packed
-    attention."""
     from transformers import AutoModelForCausalLM
 
     if getattr(config, "tie_word_embeddings", False):
@@ -206,9 +203,6 @@ def save_lm(lm: Any, folder: Path, state: dict[str, Any]) -> None:
 
 def write_generation(settings: Any, folder: Path) -> None:
     settings.to_json_file(folder / GENERATION_FILE, keys_to_pop=["compile_config"])
-
-
-# ---- its decoder layers -----------------------------------------------------------------------------------------
 
 
 def recompute_layers(lm: Any, *, inputs_in_host_memory: bool = False) -> None:

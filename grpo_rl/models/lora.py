@@ -29,7 +29,6 @@ from grpo_rl.models.sharded_load import name_in_files
 from grpo_rl.models.shards import is_first_replica, local_of, rows_of
 
 FOLDER = "lora_adapter"
-"""Inside of an exported model; verl's name."""
 ALL_LINEAR = "all-linear"
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 """peft's names of an adapter's files."""
@@ -53,7 +52,6 @@ class Adapters:
     """The same however many ranks hold the base model's weights."""
 
     def check_fits(self, folder: Path, stored: dict[str, Any]) -> None:
-        """Raise CheckpointError if a checkpoint's adapters are of another kind or on another base model."""
         settings = json.loads(json.dumps(asdict(self)))
         words = {"rank": f"{_KEY}.lora_rank", "alpha": f"{_KEY}.lora_alpha"}
         wrong = [
@@ -67,9 +65,6 @@ class Adapters:
             wrong.append(f"a base model with other weights ({stored.get('base')}, now {self.base})")
         if wrong:
             raise CheckpointError(f"{folder} has adapters of another kind: it was written with {', '.join(wrong)}")
-
-
-# ---- building --------------------------------------------------------------------------------------------------------
 
 
 def add_adapters(lm: Any, model: ModelConfig) -> None:
@@ -172,9 +167,6 @@ def _fill(parameter: Any, whole: Tensor) -> None:
     local_of(parameter).copy_(whole[start:stop])
 
 
-# ---- looking at a model ----------------------------------------------------------------------------------------------
-
-
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A") and hasattr(module, "scaling")}
 
@@ -223,11 +215,7 @@ def base_digest(lm: nn.Module) -> str:
     return sha256(json.dumps(pairs).encode()).hexdigest()
 
 
-# ---- adapters as peft folders ----------------------------------------------------------------------------------------
-
-
 def save_adapter(folder: Path, lm: Any, adapters: Adapters, tensors: dict[str, Tensor]) -> None:
-    """Write an adapter folder that `peft.PeftModel.from_pretrained` reads, of whole tensors."""
     from peft import LoraConfig
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -248,7 +236,6 @@ def save_adapter(folder: Path, lm: Any, adapters: Adapters, tensors: dict[str, T
 
 
 def _shortest(lm: Any, targets: tuple[str, ...]) -> list[str]:
-    """Return the last words of the layers' names if these mean the same layers, else the whole names."""
     last = {name.rpartition(".")[2] for name in targets}
     meant = [name for name, _ in lm.named_modules() if name.rpartition(".")[2] in last]
     return sorted(last) if sorted(meant) == sorted(targets) else sorted(targets)

@@ -72,7 +72,6 @@ class Muon(torch.optim.Optimizer):
 
 
 AVERAGE = "average"
-"""The name of a parameter's moving average among its moments."""
 
 
 def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
@@ -125,7 +124,6 @@ def orthogonal(matrix: Tensor) -> Tensor:
 def make_scheduler(
     optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """Step it after every optimizer step."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(config, total_steps))
 
 

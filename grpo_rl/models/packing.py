@@ -26,13 +26,8 @@ MIN_FILL = 0.8
 LEAST_SAVING = 0.04
 
 
-# ---- the input of a pass ------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """The input of a forward pass, on one device."""
-
     token_ids_S: Tensor
     packing: Packing
     predict_T: Tensor
@@ -41,7 +36,6 @@ class Sequences:
     support_counts_T: Tensor | None = None
     """The number of tokens each trained one was sampled from, on the CPU; None: from all."""
     support_ids_M: Tensor | None = None
-    """The ids of those tokens."""
     experts_SLK: Tensor | None = None
     """The experts that each computed token takes, if they are those of an earlier pass."""
     place_S: Tensor | None = None
@@ -128,20 +122,14 @@ def _laid_out(token_ids_S: Tensor, layout: Layout, device: torch.device) -> tupl
     return to_device(token_ids_S[layout.source_S], device, torch.long), packing, to_device(layout.states_T, device)
 
 
-# ---- which tokens are computed ------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Blocks of tokens on the flat axis of a forward pass."""
-
     source_S: Tensor
     lengths_B: Tensor
     continues_B: Tensor | None
     """The block that each one continues, -1 for none; None if no block continues one."""
     states_T: Tensor
     place_S: Tensor
-    """As `Sequences.place_S`."""
 
     @staticmethod
     def of(token_ids_S: Tensor, lengths_N: Tensor, within_T: Tensor, num_read_N: Tensor, group_N: Tensor | None) -> Layout:
@@ -192,7 +180,6 @@ def _blocks(
     num_read_N: Tensor,
     families: list[tuple[list[int], int]],
 ) -> Layout:
-    """Return each family's prompt and continuations, then the sequences that share nothing."""
     blocks: list[
         tuple[int, int, int]
     ] = []  # of each the place among the sequences' tokens, the length, the block that it continues
@@ -227,17 +214,12 @@ def _flat(starts_N: Tensor, within_T: Tensor, num_read_N: Tensor) -> Tensor:
     return starts_N.repeat_interleave(num_read_N) + within_T
 
 
-# ---- where blocks lie for attention -------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Rectangles:
     """Blocks as padded rectangles, for kernels that take no variable lengths."""
 
     groups: tuple[Tensor, ...]
-    """The flat position [B, L] of each cell; padding repeats the row's last token."""
     restore_S: Tensor
-    """The row of each flat position in the groups' outputs laid end to end."""
 
     @staticmethod
     def of(lengths_N: Tensor, device: torch.device | str) -> Rectangles:
@@ -272,7 +254,6 @@ class Packing:
     cumulative_lengths: Tensor
     """int32 [num_blocks + 1]."""
     max_length: int
-    """Of the longest sequence, the prompt that it continues included."""
     lengths_N: Tensor
     uniform: bool
     families: tuple[tuple[slice, slice], ...] = ()
@@ -318,7 +299,6 @@ class Packing:
 
     @functools.cached_property
     def rectangles(self) -> Rectangles:
-        """Made when a kernel first reads them."""
         return Rectangles.of(self.lengths_N, self.position_ids_S.device)
 
 
@@ -327,7 +307,6 @@ class GatheredKeys:
     """The keys that each block attends to: those of the prompt that it continues, then its own."""
 
     index_K: Tensor
-    """Flat position of each key, block after block."""
     cumulative_lengths: Tensor
     lengths_B: Tensor
 

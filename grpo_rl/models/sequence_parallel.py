@@ -52,7 +52,6 @@ class Slice:
 
     ranks: SequenceGroup
     num_tokens: int
-    """The tokens of all slices, without those that fill up."""
     own_T: Tensor | None = None
     """Indices, among all trained tokens, of those whose states this rank computes."""
     num_trained: int = 0
@@ -77,8 +76,6 @@ class Slice:
         out: Tensor = _AllColumns.apply(values_T, self.own_T, self.num_trained, self.ranks.group)
         return out
 
-    # ---- around attention ------------------------------------------------------------------------------------
-
     def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return [1, heads / size, all tokens, d] for each [1, heads, own tokens, d]. A collective, one
         message for all.
@@ -101,7 +98,6 @@ class Slice:
         return received.transpose(0, 1).flatten(1, 2)
 
     def _for_ranks(self, tensor: Tensor) -> Tensor:
-        """Return [1, heads, own tokens, d] as [rank, own tokens, heads of that rank, d]."""
         size = self.ranks.size
         x_LHD = tensor[0].transpose(0, 1)
         if times := repeats(x_LHD.shape[1], size):

@@ -26,14 +26,11 @@ def name_in_files(name: str) -> str:
 
 
 class WeightFiles:
-    """The safetensors files of a model's folder, or of its place in the hub's cache."""
-
     def __init__(self, file_of: dict[str, Path]) -> None:
         self._file_of = file_of
 
     @staticmethod
     def find(path: str) -> WeightFiles | None:
-        """None if the weights are in files of another kind."""
         index = _file(path, _INDEX)
         if index is not None:
             names: dict[str, str] = json.loads(index.read_text())["weight_map"]
@@ -160,7 +157,6 @@ def _named(tensors: Iterable[tuple[str, Any]]) -> list[tuple[list[str], Any]]:
 
 
 def is_rearranged(lm: Any) -> bool:
-    """Return whether transformers renames or rearranges this model's weights when it reads them."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     if getattr(lm.config, "model_type", None) in FAMILIES:
@@ -171,7 +167,6 @@ def is_rearranged(lm: Any) -> bool:
 
 
 def _file(path: str, name: str) -> Path | None:
-    """Return a file of a model's folder or of its hub cache; None if there is none."""
     from transformers.utils.hub import cached_file
 
     if Path(path).is_dir():

@@ -176,9 +176,6 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-# ---- the order of calls in an update, checked the same way for every engine -----------------------------------------
-
-
 class WeightUpdate:
     """The version of the live weights, and the tensors of the next one that have arrived.
 

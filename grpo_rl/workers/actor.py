@@ -185,8 +185,6 @@ class ActorWorker(Teaches, TrainedRank[ActorSpec, PolicyModel]):
         bias_V = None if head.bias is None else head.bias.detach().clone().to(self.device)
         return {"ref_head_VD": head.weight.detach().clone().to(self.device), "ref_bias_V": bias_V}
 
-    # ---- weights for the rollout engines -----------------------------------------------------------------
-
     def connect(self, rendezvous: NcclRendezvous) -> None:
         self.sender.connect(rendezvous)
 
@@ -215,8 +213,6 @@ class ActorWorker(Teaches, TrainedRank[ActorSpec, PolicyModel]):
         """Release buckets, and the memory that the allocator kept for them."""
         self._buckets = None
         self.memory.release()
-
-    # ---- the trained model ------------------------------------------------------------------------------
 
     def export(self, folder: str) -> None:
         """Write the policy as a Hugging Face folder without a tokenizer. A collective.

@@ -39,8 +39,6 @@ class DeviceMemory:
         self._away = False
         """True between `vacate` and `occupy`."""
 
-    # ---- what a phase calls ------------------------------------------------------------------------------
-
     def load_weights(self) -> None:
         """Without optimizer state, which a pass without gradients does not read."""
         if self.param_offload or self._away:
@@ -64,8 +62,6 @@ class DeviceMemory:
             self.move_moments(torch.device("cpu"))
         self.free_cache()
 
-    # ---- what the controller asks for while an engine is built on this device -----------------------------
-
     def vacate(self) -> None:
         """Move everything to host memory."""
         fsdp.reshard(self.model)
@@ -81,8 +77,6 @@ class DeviceMemory:
             self.move_weights(self.device)
         if not self.optimizer_offload:
             self.move_moments(self.device)
-
-    # ---- the moves ---------------------------------------------------------------------------------------
 
     def move_weights(self, device: torch.device) -> None:
         """The parameters stay the same objects, which the optimizer refers to."""

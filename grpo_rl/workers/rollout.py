@@ -79,8 +79,6 @@ class RolloutWorker:
         self.thread.start()
         self._wait(started, start_timeout_s, "start")
 
-    # ---- sampling ----------------------------------------------------------------------------------
-
     def submit(self, requests: Sequence[Request]) -> None:
         """Raises ValueError, and queues none, if one of the requests does not fit."""
         self._call("submit", lambda engine: self._add(engine, requests))
@@ -128,8 +126,6 @@ class RolloutWorker:
 
     def abort_all(self) -> None:
         self._call("abort_all", self._abort)
-
-    # ---- weights and memory ------------------------------------------------------------------------
 
     def connect(self, rendezvous: NcclRendezvous) -> None:
         self._call("connect", lambda engine: engine.connect(rendezvous))
@@ -208,8 +204,6 @@ class RolloutWorker:
         if self.thread.is_alive():
             raise ClusterError(f"the rollout engine did not stop within {timeout_s:g} s")
 
-    # ---- the callers' side -------------------------------------------------------------------------
-
     def _call(self, what: str, function: Callable[[RolloutEngine], T]) -> T:
         answer: Future[T] = Future()
         with self._changed:
@@ -230,8 +224,6 @@ class RolloutWorker:
             raise ClusterError(f"the rollout engine failed: {type(self._failure).__name__}: {self._failure}") from self._failure
         if self._closed:
             raise ClusterError("the rollout worker is closed")
-
-    # ---- the engine's thread -----------------------------------------------------------------------
 
     def _run(self, started: Future[None]) -> None:
         try:

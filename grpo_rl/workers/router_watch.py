@@ -33,8 +33,6 @@ class RouterWatch:
         """The counts [layers, experts] of the whole mini-batch over all ranks, for the auxiliary loss."""
         self._counted = self._no_counts()
 
-    # ---- replay --------------------------------------------------------------------------------------
-
     def note_choices(self, place_S: Tensor | None) -> None:
         routed = self.routing.last
         assert routed is not None and place_S is not None
@@ -60,8 +58,6 @@ class RouterWatch:
 
     def has_choices_of(self, shard: Batch) -> bool:
         return self._of_ids is not None and torch.equal(self._of_ids, values(shard.token_ids_S))
-
-    # ---- a step --------------------------------------------------------------------------------------
 
     def begin_step(self, batch: Batch, step: OptimizerStep, model: Any) -> None:
         """Count the experts of the whole mini-batch for the auxiliary loss.

@@ -74,8 +74,6 @@ class TrainedRank(Saves, ABC, Generic[S, M]):
         """Return the statistics that only all passes of a step together have, with prefixes as `loss`."""
         return {}
 
-    # ---- training ------------------------------------------------------------------------------------
-
     def update(self, shard: Batch, update: Update) -> list[dict[str, float]]:
         """Take optimizer steps on this rank's shard of a batch; return its share of each step's statistics.
 
@@ -155,8 +153,6 @@ class TrainedRank(Saves, ABC, Generic[S, M]):
     def _passes(self, point: str, **facts: int) -> str | None:
         return fault_point(f"{self.role}.update.{point}", rank=self.rank.rank, **facts)
 
-    # ---- forward passes ------------------------------------------------------------------------------
-
     @torch.no_grad()
     def per_token(self, shard: Batch, micro_batches: Sequence[Rows]) -> Tensor:
         """Return `measure` of each trained token of the micro-batches, on the CPU."""
@@ -171,8 +167,6 @@ class TrainedRank(Saves, ABC, Generic[S, M]):
         """Return one number for each trained token of a micro-batch; none for None."""
         raise NotImplementedError
 
-    # ---- checkpoints, and a copy of the weights: nothing here is a collective ---------------------------
-
     def load(self, folder: str) -> None:
         super().load(folder)
         self.memory.release()
@@ -182,8 +176,6 @@ class TrainedRank(Saves, ABC, Generic[S, M]):
         fsdp.reshard(self.model)
         weights = weights_of(self.model)
         return len(weights), weights
-
-    # ---- memory -----------------------------------------------------------------------------------------
 
     def vacate(self) -> None:
         self.memory.vacate()

@@ -17,7 +17,6 @@ PIECE = 1 << 17
 """Tokens per piece, unless one response is longer: 1 MiB in float64, which stays in the cache."""
 
 BLOCK = 32
-"""Tokens that one matrix product scans."""
 
 
 def spread(x_N: Tensor, lengths_N: Tensor) -> Tensor:
@@ -48,7 +47,6 @@ class Lot:
     places: list[slice]
 
     def rows(self, column_T: Tensor) -> Tensor:
-        """The responses' values as rows [R, L] of float64, padded with 0."""
         x_RL = torch.zeros(len(self.places), self.places[0].stop - self.places[0].start, dtype=torch.float64)
         for i, place in enumerate(self.places):
             x_RL[i, : place.stop - place.start] = column_T[place]
@@ -60,7 +58,6 @@ class Lot:
 
 
 def lots(lengths_N: Tensor) -> Iterator[Lot]:
-    """All responses that are not empty, in lots of at most PIECE tokens with padding."""
     lengths = lengths_N.tolist()
     ends = lengths_N.cumsum(0).tolist()
     order = sorted((n for n, length in enumerate(lengths) if length > 0), key=lambda n: -lengths[n])

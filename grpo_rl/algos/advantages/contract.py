@@ -26,19 +26,16 @@ class AdvantageInput:
     """The reward of every token, if it does not follow from the outcomes: see `token_rewards_T`."""
     lengths_N: Tensor
     group_N: Tensor
-    """Equal numbers belong to one prompt."""
     rewards_N: Tensor
     """The outcomes, also of empty responses."""
     values_T: Tensor | None = None
     baselines_N: Tensor | None = None
-    """Reward of the greedy response to the prompt."""
     step_ends_K: Tensor | None = None
     """Position on the token axis of each reasoning step's last token, in any order."""
     step_rewards_K: Tensor | None = None
     step_states_K: Tensor | None = None
     """Equal numbers within a group are one state, in which steps begin."""
     reward_parts_NP: Tensor | None = None
-    """Before any weights."""
 
     @property
     def token_rewards_T(self) -> Tensor:
@@ -78,7 +75,6 @@ class RolloutAdvantages:
 
     @property
     def advantages_T(self) -> Tensor:
-        """Made anew for each read."""
         return blockwise.spread(self.advantages_N, self.lengths_N)
 
 
@@ -103,7 +99,6 @@ ADVANTAGES: Registry[AdvantageEstimator] = Registry(
 
 
 def reads_token_rewards(needs: frozenset[str]) -> bool:
-    """Return whether a KL penalty in the reward would reach the advantages."""
     return not needs & {"steps", "parts"}
 
 

@@ -21,8 +21,6 @@ the whole batch (ScaleRL, arXiv 2510.13786), of the rewards in the whole batch (
 
 
 def divided(formula: str, options: Mapping[str, Any]) -> str:
-    """Return the formula with the standard deviation that the option `std` names; docstrings have the
-    group's."""
     std = options["std"]
     if std == "none":
         return re.sub(r" / \(std\([Rr] of group\) \+ epsilon\)", "", formula)
@@ -202,7 +200,6 @@ def _scaled(deviation_N: Tensor, scores_N: Tensor, groups: Groups, std: Std, eps
 
 
 def _divisor(deviation_N: Tensor, scores_N: Tensor, groups: Groups, std: Std, epsilon: float) -> Tensor:
-    """Return the divisor plus epsilon. Raises ValueError for an unknown name."""
     if std == "group":
         return groups.std(deviation_N) + epsilon
     if std == "batch":

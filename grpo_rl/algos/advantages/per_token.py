@@ -105,7 +105,6 @@ def grpo_process(
 
 
 def divided_by_mode(formula: str, options: Mapping[str, Any]) -> str:
-    """Return the formula of `gigpo` with the division that `mode` asks for."""
     if options["mode"] == "mean_norm":
         return formula
     return re.sub(r"(\w+ - mean\(([^)]*)\))", r"(\1) / (std(\2) + epsilon)", formula)
@@ -165,7 +164,6 @@ class Steps:
                 f"steps end at tokens {int(ends_K.min())} to {int(ends_K.max())}; the batch has 0 to {num_tokens - 1}"
             )
         self.order_K = torch.argsort(ends_K, stable=True)
-        """The index in the input of each step."""
         self._ends_K = ends_K[self.order_K]
         self.rewards_K = inp.column("step_rewards_K")[self.order_K].double()
         self.rollout_K = torch.searchsorted(self._token_ends_N, self._ends_K, right=True)

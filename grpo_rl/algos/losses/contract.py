@@ -25,23 +25,20 @@ MAX_SEQUENCE_LOG_RATIO = 10.0
 
 @dataclass(frozen=True, slots=True)
 class LossInput(LossColumns[Tensor]):
-    """The trained tokens of one micro-batch, flat and on one device.
+    """The trained tokens of one micro-batch, flat and on one device. The policy's columns have a gradient.
 
     Optional columns are there if the loss, its average or its KL term needs them (`NEEDS`).
     """
 
     policy_logprobs_T: Tensor
-    """With gradient."""
     advantages_T: Tensor
     segments: Segments
     group_N: Tensor | None = None
-    """Equal numbers belong to one prompt."""
     entropy_T: Tensor | None = None
-    """In nats, with gradient."""
+    """In nats."""
     full_kl_T: Tensor | None = None
-    """KL from the policy's whole distribution to the reference's, with gradient."""
     policy_top_logprobs_TK: Tensor | None = None
-    """Of the K tokens of `teacher_top_logprobs_TK`, with gradient."""
+    """Of the K tokens of `teacher_top_logprobs_TK`."""
 
     def old_T(self) -> Tensor:
         """Return the old log-probs; without any the policy's own, detached, so that the ratio is
@@ -103,7 +100,6 @@ def selected_by(selection: Selection) -> Callable[[F], F]:
 
 
 def selection_of(loss: Callable[..., Any]) -> Selection | None:
-    """None for a loss that chooses no tokens."""
     return getattr(loss, "selection", None)
 
 

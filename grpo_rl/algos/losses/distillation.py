@@ -33,7 +33,6 @@ DIVERGENCES: Registry[Divergence] = Registry(
 LEAST_REST = 1e-6
 """The least probability of all tokens outside of the top k together, for float32 log-probs."""
 NEVER = -1000.0
-"""The log-prob of a token that could not be sampled."""
 
 
 @DIVERGENCES.register("forward_kl", "forward_kl_topk_tail")
@@ -100,7 +99,6 @@ class Distillation:
 
     @classmethod
     def from_config(cls, config: DistillationConfig) -> Distillation | None:
-        """None if distillation is not enabled."""
         loss_config = config.distillation_loss
         if not config.enabled:
             return None
@@ -133,7 +131,6 @@ class Distillation:
         )
 
     def distance_T(self, inputs: LossInput) -> Tensor:
-        """With gradient."""
         if self.topk == 0:
             teacher_T = inputs.column("teacher_logprobs_T")
             distance_T = kl_estimate(inputs.policy_logprobs_T, teacher_T, self.loss_mode, inputs.old_T())
@@ -161,7 +158,6 @@ class Distillation:
         return {"sum/distillation_kl": k1_T.sum()}
 
     def formula(self) -> str:
-        """Return the distance as text, or what is added to the advantage."""
         if self.as_advantage:
             later = f"Σ_l {self.discount:g}^l " if self.discount else ""
             return f"{'A of the task + ' * self.task}{self.coef:g} {later}(log τ - log π);  τ the teacher"

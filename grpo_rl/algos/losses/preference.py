@@ -48,7 +48,6 @@ class Pairs:
         return cls(chosen_P, rejected_P)
 
     def each_token(self, x_P: Tensor, inputs: LossInput) -> Tensor:
-        """Return each pair's value on all tokens of its two responses."""
         x_N = x_P.new_zeros(inputs.segments.num_sequences)
         x_N = x_N.index_put((torch.cat([self.chosen_P, self.rejected_P]),), torch.cat([x_P, x_P]))
         return inputs.segments.broadcast(x_N)
@@ -73,7 +72,6 @@ def _loss_over_pairs(inputs: LossInput, loss_P: Tensor, rewards_N: Tensor, pairs
 
 
 def _log_ratio_N(inputs: LossInput, reference_free: bool, length_normalised: bool) -> Tensor:
-    """Return each response's log π - log π_ref in float64."""
     ratio_T = inputs.policy_logprobs_T.double()
     if not reference_free:
         ratio_T = ratio_T - inputs.column("ref_logprobs_T").double()
@@ -90,7 +88,6 @@ def _difference(x_N: Tensor, pairs: Pairs) -> Tensor:
 
 
 _SMOOTHED = ("(1 - label_smoothing) ", " - label_smoothing log sigmoid(-beta h)", " - label_smoothing sigmoid(beta h)")
-"""The terms of smoothed labels in the formulas of `dpo` and of its gradient."""
 
 
 def _as_chosen(formula: str, options: Mapping[str, Any]) -> str:

@@ -216,9 +216,6 @@ def _completion(row: _Running, reason: FinishReason) -> Completion:
     )
 
 
-# ---- keys and values of several requests ----------------------------------------------------------------------------
-
-
 class RowCache:
     """Keys and values of some rows, aligned at their ends: [rows, heads, width, head dim] for each layer.
 

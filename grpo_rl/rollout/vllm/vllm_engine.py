@@ -231,9 +231,6 @@ def update_info(bucket: WeightBucket, spec: EngineSpec) -> dict[str, Any]:
     return info
 
 
-# ---- building it from an EngineSpec ---------------------------------------------------------------------------------
-
-
 _CPU_BLOCK_TOKENS = 128
 
 

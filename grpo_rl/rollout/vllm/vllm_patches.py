@@ -68,9 +68,6 @@ def _text(path: Path) -> str:
     return path.read_text("utf-8") if path.is_file() else ""
 
 
-# ---- sampling on CPUs -------------------------------------------------------------------------------------------------
-
-
 class CounterSampler:
     """The part of vLLM's sampler, on CPUs, that draws after temperature and min_p.
 
@@ -128,9 +125,6 @@ def own_threads(spec: EngineSpec) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads = set_num_threads
-
-
-# ---- log-probs and weights --------------------------------------------------------------------------------------------
 
 
 class Reported(NamedTuple):
