@@ -1,8 +1,8 @@
 """Assignment of rollouts to ranks and micro-batches: even work, and the same number of passes on every rank.
 
-Rollouts of a *unit* (the two sides of a pair, a group whose loss compares them) land in one micro-batch on
-one rank. Without units every rollout is one. If a prompt is computed once for all its responses in a
-micro-batch, these are kept together as far as ranks stay even and micro-batches full.
+Rollouts of a *unit* (the two sides of a pair, a group whose loss compares them) land in one micro-batch. If a
+prompt is computed once for all its responses in a micro-batch, these are kept together as far as ranks stay
+even.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ UNEVEN = 1.03
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Given if a pass over several sequences of a group computes their prompt once."""
+    """Given if a pass computes the prompt of a group once."""
 
     group_N: Sequence[int]
     """Equal numbers have the same prompt."""
@@ -39,12 +39,9 @@ def split_over_ranks(
     """The indices of the sequences for each rank, by the greedy longest-processing-time rule.
 
     Each of `mini_batches`, lists of indices, is even over the ranks by itself: the optimizer waits for the
-    slowest rank after every one. A sequence may be in several (one per epoch), or in none. The longest unit
-    comes first, and goes where its mini-batches have the least work; ties go to the least work of all,
-    sequences, rank.
-
-    With `prompts`, whole groups are assigned; they are cut in halves, quarters and so on while that gives the
-    slowest rank less work, prompts that are computed twice included.
+    slowest rank after every one. A sequence may be in several (one per epoch), or in none. With `prompts`,
+    whole groups are assigned; they are cut in halves, quarters and so on while that gives the slowest rank
+    less work, prompts that are computed twice included.
     """
     chosen: list[list[int]] = [[] for _ in lengths]
     for number, indices in enumerate(mini_batches or [range(len(lengths))]):
@@ -73,8 +70,8 @@ def _assigned(
     num_mini_batches: int,
     prompts: Prompts | None,
 ) -> tuple[list[list[int]], int, float]:
-    """Each rank's indices, the slowest rank's work summed over the mini-batches, and what it would be if
-    even."""
+    """Each rank's indices, the slowest rank's work summed over the mini-batches, and that of an even
+    split."""
     shards: list[list[int]] = [[] for _ in range(num_ranks)]
     if all(batches_of_sequence == chosen[0] for batches_of_sequence in chosen):
         # All work is one lot: the rank that gets a unit is the only one whose place in the queue changes.
@@ -103,7 +100,7 @@ def _assigned(
 
 
 def _costs(unit: Sequence[int], lengths: Sequence[int], prompts: Prompts | None) -> list[int]:
-    """With `prompts` a unit has one prompt, which is computed with the first sequence."""
+    """With `prompts` the unit's prompt is computed with the first sequence."""
     costs = [_cost(lengths[index]) for index in unit]
     if prompts is not None:
         costs[1:] = [cost - _cost(prompts.lengths_N[i]) for i, cost in zip(unit[1:], costs[1:], strict=True)]
@@ -115,7 +112,6 @@ def _cost(length: int) -> int:
 
 
 def _pieces(group: Sequence[int], lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """Up to `parts` pieces of about the same length."""
     in_order = sorted(group, key=lambda index: -lengths[index])
     return [in_order[part::parts] for part in range(min(parts, len(in_order)))]
 
@@ -129,11 +125,11 @@ def cut_shards(
     units: Sequence[int] | None = None,
     prompts: Prompts | None = None,
 ) -> list[list[list[int]]]:
-    """Each rank's micro-batches of at most `max_tokens` tokens or `max_rollouts` rollouts, some maybe empty.
+    """Each rank's micro-batches of at most `max_tokens` tokens or `max_rollouts` rollouts; some may be empty.
 
-    Every rank gets the same number. Units of similar length come together, so that attention pads little.
-    With `prompts`, groups come together instead, and a prompt's tokens count once in each micro-batch; a
-    group that meets the end of one goes on in the next. Raises ValueError if a unit alone is over the limit.
+    Units of similar length come together, so that attention pads little. With `prompts`, groups come together
+    instead, and a prompt's tokens count once in each micro-batch; a group that meets the end of one goes on
+    in the next. Raises ValueError if a unit alone is over the limit.
     """
     if (max_tokens is None) == (max_rollouts is None):
         raise ValueError("give either max_tokens or max_rollouts")
@@ -167,7 +163,7 @@ def cut_shards(
 
 
 def _longest_first(lengths: Sequence[int], units: Sequence[int] | None, shard: Sequence[int] | None = None) -> list[list[int]]:
-    """The units among the sequences of `shard` (None: all)."""
+    """`shard` None: all."""
     indices = range(len(lengths)) if shard is None else shard
     if units is None:
         return [[index] for index in sorted(sorted(indices), key=lambda index: -lengths[index])]
@@ -179,13 +175,12 @@ def _longest_first(lengths: Sequence[int], units: Sequence[int] | None, shard: S
 
 
 def _tokens(unit: Sequence[int], lengths: Sequence[int], prompts: Prompts | None) -> int:
-    """All rollouts of a unit have one prompt."""
     spared = 0 if prompts is None else sum(prompts.lengths_N[index] for index in unit[1:])
     return sum(lengths[index] for index in unit) - spared
 
 
 def _even_cut(sizes: Sequence[int], spared: Sequence[int], limit: int) -> list[list[int]]:
-    """Consecutive runs of at most `limit` tokens, as few as a greedy cut gives, then evened out."""
+    """Consecutive runs, as few as a greedy cut gives, then evened out."""
     greedy = _greedy_cut(sizes, spared, limit)
     if len(greedy) < 2:
         return greedy
@@ -195,7 +190,7 @@ def _even_cut(sizes: Sequence[int], spared: Sequence[int], limit: int) -> list[l
 
 
 def _greedy_cut(sizes: Sequence[int], spared: Sequence[int], limit: int) -> list[list[int]]:
-    """Consecutive runs of positions; tokens of a size are `spared` only behind the position before it."""
+    """Runs of positions; tokens are `spared` only behind the position before."""
     runs: list[list[int]] = []
     filled = limit + 1
     for position, size in enumerate(sizes):

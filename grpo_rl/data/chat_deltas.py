@@ -1,8 +1,8 @@
 """Token-exact conversations: what a chat template writes between two assistant turns.
 
-An assistant turn stays the tokens that were sampled. What the template writes behind it (the end of the turn,
-the observation, the beginning of the next turn) is tokenized by itself. That is the template's own
-conversation only if the template does nothing but append, which is checked at the start.
+An assistant turn stays the tokens that were sampled; what the template writes behind it is tokenized by
+itself. That is the template's own conversation only if the template does nothing but append, which is checked
+at the start.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from grpo_rl.data.rows import BadRow, Message
 from grpo_rl.errors import ConfigError, DataError
 
 _ANSWER = f"Zq7{secrets.token_hex(8)}Xk"
-"""Stands for an assistant's turn; no template or message contains it."""
+"""Stands for an assistant's turn."""
 _THOUGHTS = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 _WHERE = "a conversation of several turns"
 
@@ -34,21 +34,21 @@ class Delta:
     """int32 [tokens]"""
     text: str
     control_words: bool = False
-    """Its messages had control words in their text."""
+    """In the text of its messages."""
 
 
 class ChatDeltas:
-    """What stands between assistant turns, by the chat template of `renderer`. `stop_ids` end a turn."""
+    """`stop_ids` end a turn."""
 
     def __init__(self, renderer: Renderer, tokenizer: Any, stop_ids: frozenset[int]) -> None:
         self._renderer, self._tokenizer, self._stop_ids = renderer, tokenizer, stop_ids
         # Control words of data may be meant; those of an environment never are.
         self._words = ControlWords(tokenizer, template=renderer.options.get("chat_template"))
         self.shown_tools = ""
-        """The tools that `with_tools` shows, as text; empty if they are the configuration's."""
+        """As text; empty if the tools are the configuration's."""
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatDeltas:
-        """For conversations that show other tools. Raises ConfigError if the template rewrites these."""
+        """Raises ConfigError if the template rewrites conversations with these tools."""
         shown = copy(self._renderer)
         shown.options = {**self._renderer.options, "tools": [dict(tool) for tool in tools]}
         deltas = ChatDeltas(shown, self._tokenizer, self._stop_ids)
@@ -57,10 +57,7 @@ class ChatDeltas:
         return deltas
 
     def prompt(self, messages: Sequence[Message], added: Sequence[Message] = ()) -> Delta:
-        """With the beginning of the first assistant turn; `added` messages are an environment's.
-
-        Raises DataError if it cannot be rendered.
-        """
+        """With the beginning of the first assistant turn; `added` messages are an environment's."""
         text = self._rendered([*messages, *self._words.marked(list(added))])
         self._renderer.check_shown([*messages, *added], _WHERE)
         return Delta(self._ids(text), unmarked(text))
@@ -68,7 +65,7 @@ class ChatDeltas:
     def between(self, messages: Sequence[Message], *, ended: bool, plain: bool = False) -> Delta:
         """What follows an assistant turn: its end, the messages, and the beginning of the next turn.
 
-        With `ended` the turn's last token ends it, in place of the template's own. With `plain` the prompt
+        With `ended` the turn's last token takes the place of the template's own end. With `plain` the prompt
         and the messages are plain strings. Raises DataError for messages that the template refuses.
         """
         if plain:
@@ -88,17 +85,17 @@ class ChatDeltas:
         return opened_thought(self._rendered([{"role": "user", "content": "?"}])) if self._renderer.has_template else ""
 
     def turn_text(self, token_ids: np.ndarray, *, special: bool) -> str:
-        """Never with the token that ends the turn."""
+        """Without the token that ends the turn."""
         ids = token_ids.tolist()
         if ids and ids[-1] in self._stop_ids:
             ids = ids[:-1]
         return str(self._tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False))
 
     def check(self, roles: Sequence[str], tools: Sequence[str] = ()) -> list[str]:
-        """Notes about the template, in sentences. Raises ConfigError for one that rewrites the conversation.
+        """Notes about the template. Raises ConfigError if it rewrites the conversation.
 
-        `roles` are those of the messages between turns. A template may leave out thoughts of earlier turns:
-        what was sampled stays in the context. Any other difference is refused.
+        `roles` are those between turns. A template may leave out thoughts of earlier turns: what was sampled
+        stays in the context. Any other difference is refused.
         """
         keeps = True
         for role in roles:
@@ -117,10 +114,7 @@ class ChatDeltas:
         return [] if keeps else [note]
 
     def _appends(self, role: str, thinks: bool, tool: str) -> bool:
-        """Whether a conversation of three turns only grows; false if it does but for thoughts.
-
-        Raises ConfigError if it does not.
-        """
+        """Whether a conversation of three turns only grows; false if it does but for thoughts."""
         messages: list[Message] = [{"role": "user", "content": "What is it?"}]
         before, keeps = self._rendered(messages), True
         for number in range(3):
@@ -156,7 +150,6 @@ class ChatDeltas:
         ).partition(_ANSWER)[2]
 
     def _tail(self, messages: Sequence[Message]) -> str:
-        """What the template writes behind the content of an assistant turn that these messages follow."""
         asked: Message = {"role": "user", "content": "?"}
         said: Message = {"role": "assistant", "content": _ANSWER}
         try:
@@ -175,7 +168,7 @@ class ChatDeltas:
         return tail
 
     def _behind_calls(self, asked: Message, called: list[dict[str, Any]], messages: Sequence[Message]) -> str:
-        """The same if the template writes the calls in place of the turn's text."""
+        """If the template writes the calls in place of the turn's text."""
         before = self._rendered([asked, {"role": "assistant", "content": "", "tool_calls": called}], begins=False)
         text = self._rendered([asked, {"role": "assistant", "content": "", "tool_calls": called}, *messages])
         end = self._end()

@@ -13,12 +13,11 @@ from grpo_rl.types import Batch, Rollout, segment_index
 
 
 def collate(rollouts: Sequence[Rollout], parts: Sequence[str] = ()) -> Batch:
-    """The rollouts, in their order, as flat columns; `parts` name the columns of `reward_parts_NP`.
+    """Flat columns in the order of the rollouts; `parts` name the columns of `reward_parts_NP`.
 
     `group_N` numbers prompt uids in order of appearance. If responses are views of a rollout process's
     blocks, tokens, log-probs and supports are remote columns. Raises ValueError for a rollout without reward,
-    or with log-probs and tokens of different numbers; if only some have a baseline, or steps, or a support;
-    and if a support does not fit its tokens, as far as they are read here.
+    for columns of different lengths, and if only some have a baseline, steps or a support.
     """
     for rollout in rollouts:
         if rollout.reward is None:
@@ -59,7 +58,7 @@ def collate(rollouts: Sequence[Rollout], parts: Sequence[str] = ()) -> Batch:
 
 
 def _part(rollout: Rollout, name: str) -> float:
-    """A function's score, or a number that a function gave beside it by this key."""
+    """A function's score, or a number that it gave beside it."""
     keys = [key for key in rollout.reward_parts if key == name or key.endswith(f"/{name}")]
     if len(keys) != 1 and name not in keys:
         raise RewardError(
@@ -70,7 +69,7 @@ def _part(rollout: Rollout, name: str) -> float:
 
 
 def _trained_columns(rollouts: Sequence[Rollout], prompt_lengths_N: Tensor, response_lengths_N: Tensor) -> dict[str, Any]:
-    """The places of the sampled tokens, if some tokens of the responses were not sampled."""
+    """Nothing if all tokens of the responses were sampled."""
     if all(rollout.episode is None for rollout in rollouts):
         return {}
     ends_N = (prompt_lengths_N + response_lengths_N).cumsum(0)
@@ -101,7 +100,7 @@ def _piece(values: Array, start: int, length: int) -> Array:
 
 
 def _support_columns(rollouts: Sequence[Rollout], batch: Batch) -> dict[str, Any]:
-    """The supports of the trained tokens, if something was left out of the sampling."""
+    """Nothing if all tokens could be sampled."""
     supports = [rollout.support for rollout in rollouts]
     if not any(supports):
         return {}
@@ -125,7 +124,6 @@ def _support_columns(rollouts: Sequence[Rollout], batch: Batch) -> dict[str, Any
 
 
 def _step_columns(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """The steps of all rollouts back to back."""
     if not _all_have("steps", rollouts):
         return {}
     steps_N = [rollout.steps or () for rollout in rollouts]
@@ -141,7 +139,7 @@ def _step_columns(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def _trained_ends(rollout: Rollout) -> list[int]:
-    """Of each step the index of its last token among the tokens that were sampled."""
+    """Indices among the tokens that were sampled."""
     ends = [end for end, _ in rollout.steps or ()]
     if rollout.episode is None:
         return ends

@@ -44,14 +44,12 @@ class PromptDataset(RowSet[PromptRow]):
         return sorted(self._data_sources)
 
     def prompt(self, row_index: int, uid: str) -> Prompt:
-        """`uid` is the prompt's name in this run. Raises DataError for a row that cannot be used."""
         read = self.row(row_index)
         row = read.example
         messages = self.renderer.messages(row.prompt)
         return Prompt(uid, read.token_ids, read.text, row.data_source, row.ground_truth, row.extra_info, messages)
 
     def _tokenized_all(self, indices: Sequence[int]) -> Iterator[tuple[int, PromptRow | BadRow]]:
-        """Many rows are tokenized at once."""
         for start in range(0, len(indices), TOKENIZED_AT_ONCE):
             rows: list[tuple[int, Example, str]] = []
             for index in indices[start : start + TOKENIZED_AT_ONCE]:
@@ -80,7 +78,6 @@ class PromptDataset(RowSet[PromptRow]):
 
 
 def bare_example(row: dict[str, Any], where: str, config: DataConfig) -> Example:
-    """A row that needs only a prompt. Raises BadRow."""
     key, source = config.prompt_key, config.data_source or row.get(config.reward_fn_key)
     file = Path(where.rpartition(", ")[0]).stem
     prompt = prompt_of(column(row, key, where), where, key)

@@ -23,15 +23,14 @@ from grpo_rl.registry import Registry
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A question to a curriculum: which `size` rows come next? A row may be named more than once."""
+    """A question to a curriculum; a row may be named more than once."""
 
     size: int
     num_rows: int
     pass_rates: Mapping[int, float]
-    """Of each answered row: the share of its latest responses that pass (data.retire_metric,
-    data.retire_score)."""
+    """Of each answered row: the share of its latest responses that pass (data.retire_metric)."""
     row: Callable[[int], Example]
-    """The row of a number. Raises DataError for one that cannot be used."""
+    """Raises DataError for a row that cannot be used."""
     usable: Callable[[int], bool]
     """False only with data.on_bad_row=skip or filtered long prompts."""
     rng: np.random.Generator
@@ -48,11 +47,10 @@ CURRICULA: Registry[Callable[[Draw], Sequence[int]]] = Registry(
 class RowOrder:
     """Batches of rows, epoch after epoch; the order is a function of (seed, epoch) and of nothing else.
 
-    With `shares`, (rows, weight) of each entry, an epoch has as many rows as there are, divided by weight. An
-    entry's rows are gone through in one permutation after another, from epoch to epoch.
-
-    Rows left over at the end of an epoch, fewer than a batch, are dropped (verl's `drop_last`). Rows to which
-    `is_usable` says no when their turn comes are skipped. A draw that fails leaves the position as it was.
+    With `shares`, (rows, weight) of each entry, an epoch is divided by weight; an entry's rows are gone
+    through in one permutation after another. Rows left over at the end of an epoch are dropped (verl's
+    `drop_last`). Rows that are not usable when their turn comes are skipped. A draw that fails leaves the
+    position as it was.
     """
 
     def __init__(
@@ -66,7 +64,7 @@ class RowOrder:
         is_usable: Callable[[int], bool] = lambda row: True,
         shares: Sequence[tuple[int, float]] = (),
     ) -> None:
-        """`size_key` set the batch's size. Raises ConfigError for a batch that is larger than the data."""
+        """`size_key` set the batch's size."""
         if num_rows < batch_size:
             raise ConfigError(
                 f"{size_key}={batch_size} is larger than the training data, which has {num_rows} rows: "
@@ -77,11 +75,10 @@ class RowOrder:
         self._identity: dict[str, Any] = {"num_rows": num_rows, "shuffle": shuffle, "seed": seed}
         self._identity |= {"shares": [list(share) for share in shares]} if shares else {}
         self.num_named = 0
-        """Occurrences that `named` has made."""
         self.seek(0, 0)
 
     def seek(self, epoch: int, position: int) -> None:
-        """The next batch is of this epoch unless too few rows are left in it."""
+        """The next batch is of this epoch unless too few rows are left."""
         self.epoch, self.position, self._order = epoch, position, self._order_of(epoch)
 
     @contextmanager
@@ -96,10 +93,7 @@ class RowOrder:
             raise
 
     def next_batch(self) -> list[tuple[int, str]]:
-        """`batch_size` pairs of row index and uid, which names the occurrence and ends in `-r` and the row.
-
-        Raises DataError if fewer rows can be drawn.
-        """
+        """Pairs of row index and uid, which names the occurrence and ends in `-r` and the row."""
         epoch, position, order = self.epoch, self.position, self._order
         taken = self._first_usable(map(int, order[position:]))
         if taken is None:
@@ -115,8 +109,7 @@ class RowOrder:
         return [(row, f"e{epoch}{f'.{number}' if number else ''}-r{row}") for number, row in occurrences]
 
     def named(self, rows: Sequence[int]) -> list[tuple[int, str]]:
-        """Pairs as of `next_batch` for rows that were chosen elsewhere. Raises ValueError for an unknown
-        row."""
+        """Pairs for rows that were chosen elsewhere."""
         num_rows = self._identity["num_rows"]
         if wrong := [row for row in rows if not 0 <= row < num_rows]:
             raise ValueError(f"there is no row {wrong[0]}: the training data have {num_rows} rows, from 0 on")
@@ -136,7 +129,7 @@ class RowOrder:
         self.num_named = int(state.get("num_named", 0))
 
     def _first_usable(self, entries: Iterator[int]) -> tuple[list[int], int] | None:
-        """The first usable rows, and how many were looked at; None if there are fewer than a batch."""
+        """And how many rows were looked at; None if there are fewer than a batch."""
         usable: list[int] = []
         for number, entry in enumerate(entries, start=1):
             if self._is_usable(entry % self._identity["num_rows"]):
@@ -146,7 +139,7 @@ class RowOrder:
         return None
 
     def _order_of(self, epoch: int) -> np.ndarray:
-        """int64; a row that is met for the n-th time in an epoch has n times the number of all rows added."""
+        """int64; the n-th occurrence of a row in an epoch has n times the number of rows added."""
         num_rows, shuffle, seed = (self._identity[key] for key in ("num_rows", "shuffle", "seed"))
         if not shuffle:
             return np.arange(num_rows)
@@ -162,7 +155,7 @@ class RowOrder:
         return np.random.default_rng((seed, epoch)).permutation(rows)
 
     def _part(self, number: int, size: int, start: int, count: int) -> np.ndarray:
-        """`count` rows of an entry of `size` rows, from `start` on in its successive permutations."""
+        """Rows from `start` on in the entry's successive permutations."""
         num_rows, seed = self._identity["num_rows"], self._identity["seed"]
         first = start // size
         rounds = range(first, (start + count - 1) // size + 1)
@@ -171,7 +164,7 @@ class RowOrder:
 
 
 class Curriculum(RowOrder):
-    """Batches of rows that a user's function chooses; what it is told and remembers is in checkpoints."""
+    """The rows that a user's function chooses; what it is told and remembers is in checkpoints."""
 
     def __init__(self, name: str, data: PromptDataset, batch_size: int, seed: int, size_key: str) -> None:
         super().__init__(len(data), batch_size, False, seed, size_key=size_key, is_usable=data.usable)
@@ -180,7 +173,6 @@ class Curriculum(RowOrder):
         self.state: dict[str, Any] = {}
 
     def next_batch(self) -> list[tuple[int, str]]:
-        """Raises FunctionError for wrong rows, DataError for a bad one."""
         state = copy.deepcopy(self.state)
         try:
             rows = self._chosen()
@@ -229,7 +221,6 @@ class Curriculum(RowOrder):
 def make_row_order(
     config: Config, dataset: PromptDataset | TrainingSet[Any], is_retired: Callable[[int], bool] = lambda row: False
 ) -> RowOrder:
-    """Raises ConfigError for a batch larger than the data, and for a weight of an entry without rows."""
     data = config.data
     size_key = "data.train_batch_size" if data.gen_batch_size is None else "data.gen_batch_size"
     if data.curriculum is not None and isinstance(dataset, PromptDataset):

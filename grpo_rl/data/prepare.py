@@ -25,7 +25,7 @@ VERL_KEYS = {"data_source", "prompt", "reward_model"}
 
 
 def gsm8k(record: Record, split: str, index: int) -> Row:
-    """From {question, answer}; the ground truth is what follows `####`, without commas. Raises ValueError."""
+    """The ground truth is what follows `####`, without commas."""
     question, answer = _text(record, "question"), _text(record, "answer")
     _, marker, final = answer.rpartition("#### ")
     truth = final.strip().replace(",", "")
@@ -40,11 +40,7 @@ def gsm8k(record: Record, split: str, index: int) -> Row:
 
 
 def math(record: Record, split: str, index: int) -> Row:
-    r"""From {problem, solution, level, type}, or MATH-500's; the ground truth is in the solution's last
-    \boxed.
-
-    Raises ValueError.
-    """
+    r"""Also of MATH-500; the ground truth is in the solution's last \boxed."""
     problem, solution = _text(record, "problem"), _text(record, "solution")
     truth = last_boxed(solution, bare_end="$")
     if truth is None:
@@ -87,8 +83,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def prepare(arguments: argparse.Namespace) -> str:
-    """Returns in words what was written. Raises ConfigError for wrong options, DataError for unreadable
-    rows."""
+    """Returns in words what was written."""
     original = FORMATS[arguments.format]
     target = Path(arguments.to).expanduser() / f"{arguments.split}.{arguments.type}"
     if target.exists() and not arguments.overwrite:

@@ -19,15 +19,12 @@ SET_BY_US = (*("conversation", "tokenize", "add_generation_prompt", "continue_fi
 USUAL_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "developer": "system"}
 """Roles of many data sets, and what most chat templates call them."""
 _STAND_IN = "Zq{}Xk7"
-"""Stands for text number {} of a conversation while it is tried whether a template shows it."""
+"""For text number {} of a conversation, to see whether a template shows it."""
 
 
 class Renderer:
-    """From rows to the text and the tokens that the model sees, as `data` of the configuration says.
-
-    Texts that it returns are marked (`control_words.py`): `words.encode` makes tokens of them, `unmarked`
-    what is shown.
-    """
+    """Its texts are marked (`control_words.py`): `words.encode` makes tokens of them, `unmarked` what is
+    shown."""
 
     def __init__(self, config: DataConfig, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -58,12 +55,12 @@ class Renderer:
         self._left_out: dict[tuple[Any, ...], frozenset[str]] = {}
 
     def reads(self, name: str) -> bool:
-        """Whether the chat template uses this variable; true if there is no template to look at."""
+        """True also if there is no template to look at."""
         text = self._template_text()
         return not text or re.search(rf"\b{re.escape(name)}\b", text) is not None
 
     def _template_text(self) -> str:
-        """Empty without a template, and for a tokenizer that renders without Jinja."""
+        """Empty also for a tokenizer that renders without Jinja."""
         if not self.has_template or not hasattr(self.tokenizer, "get_chat_template"):
             return ""
         return str(self.tokenizer.get_chat_template(self.options.get("chat_template"), tools=self.options.get("tools")))
@@ -73,7 +70,7 @@ class Renderer:
         return self.options.get("chat_template") is not None or getattr(self.tokenizer, "chat_template", None) is not None
 
     def render(self, prompt: Asked, where: str) -> str:
-        """Raises BadRow for messages that the template refuses, DataError if there is no template."""
+        """Raises BadRow for messages that the template refuses."""
         if isinstance(prompt, str):
             if self.system_prompt is not None:
                 raise BadRow(
@@ -99,10 +96,10 @@ class Renderer:
         return text
 
     def check_shown(self, messages: list[Any], where: str, **options: Any) -> None:
-        """Raise BadRow for a message, a tool call or tools that the chat template leaves out of the prompt.
+        """Raise BadRow for a message, a tool call or tools that the template leaves out of the prompt.
 
-        Templates pass over roles that they do not know without a word. Tried with stand-ins for all texts,
-        which a template may write in another way, and once for all conversations of one form.
+        Templates pass over unknown roles without a word. Tried once for all conversations of one form, with
+        stand-ins for the texts, which a template may write in another way.
         """
         options = {**self.options, **options}
         form = (*map(_form, messages), bool(options.get("tools")))
@@ -125,8 +122,7 @@ class Renderer:
                     )
 
     def _tried(self, messages: list[Any], where: str, options: dict[str, Any]) -> frozenset[str]:
-        """The parts that the template leaves out: `2 content`, `3 tool_calls`, `tools`; none if it refuses
-        all."""
+        """`2 content`, `3 tool_calls`, `tools`; none if the template refuses all."""
         stand_ins: dict[str, list[str]] = {}
 
         def stand_in(part: str) -> str:
@@ -153,8 +149,7 @@ class Renderer:
         return frozenset(part for part, words in stand_ins.items() if any(word not in text for word in words))
 
     def answer(self, asked: Asked, prompt: str, answer: str, where: str) -> str:
-        """What follows the rendered `prompt` if the assistant gives this answer; a plain string's answer is
-        itself.
+        """What follows the rendered `prompt`; a plain string's answer is itself.
 
         Raises BadRow if the template does not make a conversation that begins with its own prompt.
         """
@@ -170,7 +165,7 @@ class Renderer:
         return text[len(prompt) :]
 
     def tokenize_answers(self, texts: Sequence[str], plain: bool) -> list[list[int]]:
-        """Answers as the policy samples them: up to the token that ends a turn or, if `plain`, the sequence.
+        """As the policy samples: up to the token that ends a turn or, if `plain`, the sequence.
 
         What a template writes after that token is never sampled. An answer without it gets it.
         """
@@ -195,7 +190,7 @@ class Renderer:
         return next((number for number in behind if number in control), end)
 
     def sampled(self, ids: Any, text: str) -> list[int] | None:
-        """The token ids that were sampled as `text`; None if they are missing or another tokenizer's."""
+        """None if the ids are missing or another tokenizer's."""
         if not isinstance(ids, list) or not ids or not all(type(number) is int for number in ids):
             return None
         if not 0 <= min(ids) <= max(ids) < len(self.tokenizer):
@@ -215,7 +210,6 @@ class Renderer:
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
     def text(self, messages: list[Any], where: str, **options: Any) -> str:
-        """With the beginning of an answer unless `add_generation_prompt` is false."""
         options = {"add_generation_prompt": True} | options
         text = self.apply(messages, where, tokenize=False, **options)
         assert isinstance(text, str)
@@ -239,7 +233,6 @@ class Renderer:
         return self.words.tokenizer_of([marked, marked_options]).apply_chat_template(marked, **{**options, **marked_options})
 
     def tokenize(self, prompts: Sequence[Asked], texts: Sequence[str]) -> list[list[int]]:
-        """A template brings its own special tokens, a plain string gets the tokenizer's."""
         ids: list[list[int]] = [[] for _ in texts]
         for is_plain in (False, True):
             chosen = [index for index, prompt in enumerate(prompts) if isinstance(prompt, str) == is_plain]
@@ -261,7 +254,6 @@ def _function_of(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _call_like(call: dict[str, Any], name: str, part: str, stand_in: Callable[[str], str]) -> dict[str, Any]:
-    """A tool call of the same form with other words."""
     function = {**_function_of(call), "name": name}
     if function.get("arguments"):
         function["arguments"] = {"argument": stand_in(part)}
@@ -286,7 +278,7 @@ def _cause(error: Exception) -> str:
 
 
 def template_text(template: str) -> str:
-    """`template` itself if it has Jinja's braces, else the text of the file of that name."""
+    """A text with Jinja's braces is the template itself, others name a file."""
     if "{{" in template or "{%" in template:
         return template
     path = Path(template).expanduser()
@@ -301,7 +293,7 @@ def template_text(template: str) -> str:
 
 
 def truncate(token_ids: np.ndarray, limit: int, side: str) -> np.ndarray:
-    """`left` and `right` cut off that side, `middle` keeps both ends (the right one longer if odd)."""
+    """`left` and `right` cut off that side, `middle` keeps both ends."""
     if side == "left":
         return token_ids[-limit:]
     if side == "right":

@@ -1,5 +1,4 @@
-"""The rows of a data set, by their number: read, rendered and tokenized when they are drawn, checked at the
-start."""
+"""The rows of a data set by their number: read, rendered and tokenized when they are drawn."""
 
 from __future__ import annotations
 
@@ -24,26 +23,26 @@ from grpo_rl.errors import DataError
 from grpo_rl.types import Batch
 
 CHECKED_OF_MANY = 1000
-"""Rows of a large data set that are checked at the start: so many first ones, and so many spread over all."""
+"""First rows of a large data set that are checked at the start, and as many spread over all."""
 LISTED = 10
 SHOWN = 5
-"""Bad rows met later that are shown; the file has them all."""
+"""Bad rows met later; the file has them all."""
 
 Row = TypeVar("Row")
 
 
 class BadRows:
-    """The bad rows of one data set, each counted once; all are written to `file` if it is given."""
+    """Each bad row is counted once."""
 
     def __init__(
         self, action: Literal["error", "skip"], file: Path | None = None, warn: Callable[[str], None] = lambda text: None
     ) -> None:
         self.action, self.file, self.warn = action, file, warn
         self.found: dict[int, str] = {}
-        """What is wrong, by the row's number."""
+        """By the row's number."""
 
     def report(self, num_checked: int) -> None:
-        """Show what was `found` at the start. Raises one DataError for all of it under `error`."""
+        """Raises one DataError for all that was `found`, under `error`."""
         if not self.found:
             return
         messages = list(self.found.values())
@@ -60,7 +59,6 @@ class BadRows:
         self.warn(f"left out {text}")
 
     def met(self, index: int, error: DataError) -> None:
-        """Note a bad row whose turn has come. Raises `error` under `error`."""
         if self.action == "error":
             raise error
         if index in self.found:
@@ -88,9 +86,9 @@ class RowReport:
     longest: int = 0
     """Tokens of the longest prompt or sequence."""
     num_control: int = 0
-    """Rows with control words in their text, which are plain text there."""
+    """Rows with control words in their text."""
     num_from_text: int = 0
-    """Sampled responses whose tokens are made of their texts, and may be others than were sampled."""
+    """Sampled responses whose tokens are made of their texts."""
 
     def __str__(self) -> str:
         text = f"{self.num_rows - self.num_dropped - self.num_bad} rows"
@@ -113,23 +111,20 @@ class RowReport:
         return text
 
 
-class TooLongRow(DataError):
-    """Longer than allowed, and not cut."""
+class TooLongRow(DataError): ...
 
 
 class RowSet(ABC, Generic[Row]):
-    """The rows of one or several sources, by their number.
+    """If all rows were checked at the start, the set has the usable ones alone, numbered without gaps.
 
-    If all rows were checked at the start, the set has the usable ones alone, numbered without gaps. A row of
-    larger data may turn out to be unusable when it is drawn: `usable` says so, always the same for the same
-    row.
+    A row of larger data may turn out to be unusable when it is drawn: `usable` says so, always the same.
     """
 
     kept_rows: ClassVar[int] = 65_536
     """64 MiB of tokens if each row has 256."""
     too_long: ClassVar[str] = "has {length} tokens, more than the longest sequence of {longest}"
     ways_out: ClassVar[str]
-    """The advice for rows that are too long."""
+    """Advice for rows that are too long."""
 
     def __init__(
         self,
@@ -142,8 +137,7 @@ class RowSet(ABC, Generic[Row]):
         bad_rows: BadRows | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        """`longest` is the most tokens that a row may have, `vocab_size` the entries of the model's
-        embedding."""
+        """`longest` is in tokens; `vocab_size` is of the model's embedding."""
         if not files:
             raise DataError("no data files are given")
         self.config, self.longest, self.vocab_size = config, longest, vocab_size
@@ -163,7 +157,6 @@ class RowSet(ABC, Generic[Row]):
         self._kept: OrderedDict[int, Row] = OrderedDict()
 
     def _tokenized(self, row: dict[str, Any], where: str) -> Row:
-        """Raises BadRow."""
         raise NotImplementedError
 
     def _length(self, row: Any) -> int:
@@ -218,10 +211,9 @@ class RowSet(ABC, Generic[Row]):
             return False
 
     def checked(self, whole: bool = False, note: Callable[[str], None] | None = None) -> Self:
-        """These rows, after reading up to `data.check_rows`, or all if `whole`; of more, a sample.
+        """Read up to `data.check_rows`, or all if `whole`; of more, a sample.
 
-        Raises one DataError for bad rows under data.on_bad_row=error, for rows that are too long and neither
-        dropped nor cut, and if no row is left.
+        Raises one DataError for all bad rows and rows that are too long, and if no row is left.
         """
         total, report = self.report.num_rows, self.report
         indices: Sequence[int] = range(total)
@@ -257,7 +249,6 @@ class RowSet(ABC, Generic[Row]):
         return self
 
     def _keep(self, index: int, tokenized: Row | BadRow) -> Row:
-        """Raises BadRow, and TooLongRow."""
         if isinstance(tokenized, BadRow):
             raise tokenized
         if self.vocab_size is not None and (token := largest_token(tokenized)) >= self.vocab_size:
@@ -284,7 +275,6 @@ class RowSet(ABC, Generic[Row]):
 
 
 def largest_token(row: Any) -> int:
-    """Of the arrays of a row whose names end in `ids`; -1 without any."""
     arrays = [getattr(row, field.name) for field in fields(row) if field.name.endswith("ids")]
     return max((int(ids.max()) for ids in arrays if len(ids)), default=-1)
 
@@ -296,8 +286,7 @@ class TrainingSet(RowSet[Row]):
 
     @abstractmethod
     def batch(self, rows: Sequence[int]) -> Batch:
-        """What a row makes, one rollout or several, is one group. Raises DataError for a row that cannot be
-        used."""
+        """What a row makes, one rollout or several, is one group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +296,7 @@ class TrainingRows:
 
 
 def batch_of_sequences(rows: Sequence[Any], prompt_lengths: Sequence[int], rewards: float, **columns: Any) -> Batch:
-    """A batch of one rollout for each row, in a group of its own.
+    """Each row is a rollout and a group.
 
     A row has `token_ids` (int32 [tokens]) and `positions` (int64 [trained tokens], ascending).
     """

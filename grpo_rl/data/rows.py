@@ -1,4 +1,4 @@
-"""verl's row format, checked: a row of a source becomes an `Example`, or a BadRow with its place."""
+"""verl's row format, checked. What is wrong with a row is a BadRow, with its place."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ Message = dict[str, Any]
 Asked = list[Message] | str
 """Chat messages, or a plain string that is used as it is."""
 LARGEST_ROW = 8 * 2**20
-"""Bytes of a row, or characters of a text in it. A longer one is a mistake, and would hold up the whole
-run."""
+"""Bytes, or characters of a text. A longer row is a mistake, and would hold up the whole run."""
 DEEPEST_ROW = 64
 
 
@@ -36,7 +35,6 @@ class Example:
 
 
 def example(row: dict[str, Any], where: str, config: DataConfig) -> Example:
-    """Raises BadRow."""
     check_row(row, where)
     keys = {"data.prompt_key": config.prompt_key, "data.ground_truth_key": config.ground_truth_key}
     if config.data_source is None:
@@ -57,7 +55,7 @@ def example(row: dict[str, Any], where: str, config: DataConfig) -> Example:
 
 
 def _check_sendable(value: Any, where: str, key: str) -> None:
-    """Raise BadRow for a value that cannot be sent to a reward function in another process."""
+    """Raise BadRow for a value that cannot be sent to another process."""
     if isinstance(value, dict | list):
         for name, part in value.items() if isinstance(value, dict) else enumerate(value):
             _check_sendable(part, where, f"{key}.{name}" if isinstance(value, dict) else f"{key}[{name}]")
@@ -66,7 +64,6 @@ def _check_sendable(value: Any, where: str, key: str) -> None:
 
 
 def _missing_columns(row: dict[str, Any], where: str, keys: dict[str, str]) -> BadRow:
-    """Names for each missing column the key that names it and the likeliest other column."""
     missing = {key: name.split(".")[0] for key, name in keys.items() if name.split(".")[0] not in row and name not in row}
     unused_columns = [column for column in map(str, row) if column not in keys.values()]
     named = []
@@ -91,11 +88,11 @@ _USUAL = {
     "data.ground_truth_key": ("answer", "solution", "target", "output", "label", "completion", "ground_truth"),
 }
 _RULES = (("####", "gsm8k"), ("\\boxed", "math"))
-"""What stands before the answer in a solution, and the rule that finds it there."""
+"""Marks before the answer in a solution, and the rule that finds it."""
 
 
 def column(row: dict[str, Any], key: str, where: str, optional: bool = False) -> Any:
-    """A column called as the whole dotted path is taken first. Raises BadRow, with near names."""
+    """A column called as the whole dotted path is taken first."""
     if key in row:
         return row[key]
     value: Any = row
@@ -119,7 +116,6 @@ def column(row: dict[str, Any], key: str, where: str, optional: bool = False) ->
 
 
 def prompt_of(value: Any, where: str, key: str) -> Asked:
-    """Raises BadRow unless the value is text or chat messages."""
     if isinstance(value, str) and value:
         return value
     if not isinstance(value, list) or not value:
@@ -128,10 +124,7 @@ def prompt_of(value: Any, where: str, key: str) -> Asked:
 
 
 def messages_of(value: Any, where: str, key: str) -> list[Message]:
-    """Messages without their empty parts; arguments of tool calls that are JSON text are parsed.
-
-    Raises BadRow unless each has a role and a content; one with tool calls needs no content.
-    """
+    """Without empty parts; arguments of tool calls that are JSON text are parsed."""
     if not isinstance(value, list) or not value:
         raise wrong(where, key, value, "a list of {role, content} messages")
     messages = []
@@ -148,7 +141,6 @@ def messages_of(value: Any, where: str, key: str) -> list[Message]:
 
 
 def _calls_of(calls: Any, where: str, key: str) -> list[dict[str, Any]]:
-    """Calls in OpenAI's form, or each a plain {name, arguments}."""
     expect(calls, list, where, key, "a list of calls {function: {name, arguments}}")
     parsed = []
     for number, call in enumerate(calls):
@@ -164,7 +156,6 @@ def _calls_of(calls: Any, where: str, key: str) -> list[dict[str, Any]]:
 
 
 def from_json(value: Any, where: str, key: str) -> Any:
-    """Raises BadRow for text that is no JSON; anything but text is returned as it is."""
     if not isinstance(value, str):
         return value
     try:
@@ -188,7 +179,7 @@ def finite(value: Any) -> float:
 
 
 def plain(value: Any) -> Any:
-    """Without numpy types; None for NaN, exact text for dates, times and decimals."""
+    """Without numpy types; NaN is None, dates, times and decimals are exact text."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -203,15 +194,13 @@ def plain(value: Any) -> Any:
 
 
 class NotJson:
-    """In a parsed row: something that JSON does not have or that has no single meaning."""
+    """Something in a parsed row that JSON does not have or that has no single meaning."""
 
     def __init__(self, found: str, advice: str) -> None:
         self.found, self.advice = found, advice
 
 
 def check_row(row: dict[str, Any], where: str) -> None:
-    """Raise BadRow for pictures or films, which no model is shown here, and for what `check_values`
-    refuses."""
     check_values(row, where)
     for name in ("images", "videos"):
         if row.get(name):
@@ -267,7 +256,6 @@ def expect(value: Any, kind: type | tuple[type, ...], where: str, column: str, e
 
 
 def irregular(path: Path) -> str | None:
-    """None for a regular file, a folder, and what is not there."""
     kinds = {
         "a FIFO": path.is_fifo(),
         "a socket": path.is_socket(),

@@ -25,7 +25,7 @@ _ONE_ANSWER: dict[str, tuple[Any, ...]] = {
 
 
 class Refused(Exception):
-    """A request that cannot be answered: the status, the reason, and OpenAI's code for it."""
+    """With the status, the reason, and OpenAI's code for it."""
 
     def __init__(self, status: int, reason: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(reason)
@@ -41,9 +41,9 @@ class ChatRequest:
     messages: tuple[Message, ...]
     model: str = "policy"
     tools: tuple[Mapping[str, Any], ...] = ()
-    """As they were given, in OpenAI's form."""
+    """In OpenAI's form."""
     most_calls: int | None = None
-    """The first calls of a turn count: none if tool_choice says so, one if parallel_tool_calls is false."""
+    """None if tool_choice says so, one if parallel_tool_calls is false."""
     streams: bool = False
     with_usage: bool = False
 
@@ -66,7 +66,6 @@ class ChatAnswer:
 
 
 def read_request(body: bytes) -> ChatRequest:
-    """Raises Refused for what is no conversation, or wants what an episode is not."""
     try:
         request = json.loads(body)
     except (ValueError, RecursionError):
@@ -90,7 +89,6 @@ def read_request(body: bytes) -> ChatRequest:
 
 
 def _message(message: Any, number: int) -> Message:
-    """The message's content is one text. Raises Refused."""
     where = f"messages[{number}]"
     role, content = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
     calls = message.get("tool_calls") if role == "assistant" else None
@@ -127,7 +125,7 @@ def _tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
 
 
 def _compared(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments as a value, so that two spellings of the same JSON are one."""
+    """Two spellings of the same JSON are one."""
     arguments = call["function"].get("arguments", "{}")
     try:
         value = json.loads(arguments) if isinstance(arguments, str) else arguments
@@ -139,8 +137,7 @@ def _compared(call: Mapping[str, Any]) -> dict[str, Any]:
 def answer_of(turn: Turn, request: ChatRequest, tool_format: str) -> ChatAnswer:
     """Calls if the request has tools and the turn has whole ones, else all as text.
 
-    A call that cannot be read stays in the text, where the agent sees it. Ids are nine letters and digits,
-    and differ between the turns of a conversation, as templates such as Mistral's want.
+    Ids are nine letters and digits, and differ between turns, as templates such as Mistral's want.
     """
     may_call = request.most_calls != 0 and turn.finish_reason == "stop"
     parsed_calls = parse(tool_format, turn.raw_text)[0][: request.most_calls] if may_call else ()
@@ -155,16 +152,13 @@ def answer_of(turn: Turn, request: ChatRequest, tool_format: str) -> ChatAnswer:
 
 
 def said(answer: ChatAnswer) -> Message:
-    """The assistant's message as `read_request` reads it when the agent sends it back."""
+    """As `read_request` reads the message when the agent sends it back."""
     return _message(answer.message(), 0)
 
 
 def continues(before: list[Message], messages: tuple[Message, ...]) -> bool:
-    """Whether a conversation begins with what was said, and goes on without an answer that the policy has not
-    given.
-
-    Blanks around a text may have been stripped.
-    """
+    """Whether `messages` begin with what was said, up to blanks, and have no answer that the policy has not
+    given."""
     new = messages[len(before) :]
     return (
         bool(new)
@@ -184,7 +178,7 @@ def completion(answer: ChatAnswer, model: str) -> dict[str, Any]:
 
 
 def stream(answer: ChatAnswer, request: ChatRequest) -> Iterator[bytes]:
-    """The server-sent events of an answer; the turn is whole before the first one."""
+    """The turn is whole before the first event."""
     head = _head("chat.completion.chunk", request.model) | ({"usage": None} if request.with_usage else {})
     message = answer.message()
     if answer.calls:

@@ -2,7 +2,7 @@
 
 An episode is one rollout of several turns: the policy writes an assistant turn, the environment answers with
 an observation, until it says that the episode is done. One object is made per episode, in a pooled
-environment process, from the configured options: its attributes are the episode's state.
+environment process: its attributes are the episode's state.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The row of an episode. The same row and seed make the same episode."""
+    """The same row and seed make the same episode."""
 
     uid: str
     data_source: str
     messages: tuple[Message, ...]
-    """Without what `reset` adds."""
     ground_truth: Any = None
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
@@ -45,43 +44,39 @@ class Turn:
     """Without special tokens."""
     tool_calls: tuple[ToolCall, ...] = ()
     malformed: tuple[str, ...] = ()
-    """One sentence for each call that could not be read."""
+    """A sentence for each call that could not be read."""
     finish_reason: Literal["stop", "length", "abort"] = "stop"
     token_ids: np.ndarray | None = None
     """int32 [tokens]"""
     raw_text: str = ""
-    """With special tokens, in which some formats write tool calls, behind a `<think>` that the template
-    opened."""
+    """With special tokens, in which some formats write calls, behind a `<think>` that the template opened."""
     context_tokens: int = 0
     """Tokens that the turn was sampled behind."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """An environment's answer to a turn, or what it adds before the first one."""
-
     messages: tuple[Message, ...] = ()
     """Of role `user` or `tool`. Empty only if the episode is done."""
     reward: float | None = None
-    """Of the turn; None if it has none of its own."""
+    """Of the turn."""
     done: bool = False
     info: Mapping[str, float] = field(default_factory=dict)
-    """Numbers that are logged: the mean over episodes of each name's last value is the metric env/NAME."""
+    """Logged: the mean over episodes of each name's last value is the metric env/NAME."""
     replaces_prompt: bool = False
-    """The messages of `reset` take the place of the row's own."""
+    """Messages of `reset` take the place of the row's own."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """Returned by `reset`: tools in OpenAI's form that the chat template shows in place of the
-    configuration's. The environment answers their calls, which are turns like others."""
+    configuration's. The environment answers their calls."""
     state: str | None = None
-    """The state of the next turn, for estimators that compare turns of equal states (gigpo); None: the
-    messages."""
+    """Of the next turn, for estimators that compare turns of equal states (gigpo); None: the messages."""
 
 
 class Environment(Protocol):
     """A constructor takes the configured options as keywords."""
 
     async def reset(self, start: Start) -> Observation:
-        """The messages returned stand behind the row's own, before the first assistant turn."""
+        """The messages stand behind the row's own, before the first assistant turn."""
 
     async def step(self, turn: Turn) -> Observation:
         """An exception ends the episode as failed, with its text in the log."""
@@ -92,20 +87,17 @@ class Environment(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What the policy reads."""
-
     text: str
     reward: float | None = None
     failed: bool = False
-    """The call failed in the policy's sight (a wrong argument, an error of its program): counted, not
-    fatal."""
+    """In the policy's sight (a wrong argument, an error of its program): counted, not fatal."""
 
 
 class Tool(Protocol):
-    """A function that assistant turns may call. One object is made per episode."""
+    """One object is made per episode."""
 
     schema: Mapping[str, Any]
-    """{"name", "description", "parameters"}, with a JSON schema of the parameters, as OpenAI has it."""
+    """{"name", "description", "parameters"} as OpenAI has it."""
 
     async def begin(self, start: Start) -> None: ...
 
@@ -116,7 +108,7 @@ class Tool(Protocol):
 
 
 class SimpleTool:
-    """A base of tools that make no state at the beginning, or release none at the end."""
+    """For tools that make no state at the beginning, or release none at the end."""
 
     async def begin(self, start: Start) -> None:
         return
@@ -126,7 +118,7 @@ class SimpleTool:
 
 
 def text_tool(name: str, description: str, argument: str, what: str) -> Mapping[str, Any]:
-    """The schema of a tool with one argument, a text."""
+    """A tool with one argument, a text."""
     properties = {argument: {"type": "string", "description": what}}
     parameters = {"type": "object", "properties": properties, "required": [argument]}
     return {"name": name, "description": description, "parameters": parameters}

@@ -1,8 +1,8 @@
-"""An agent written elsewhere as an environment: it asks an OpenAI-compatible endpoint, behind which the
-policy answers.
+"""An agent written elsewhere as an environment: it asks an OpenAI-compatible endpoint, where the policy
+answers.
 
-The agent's requests become the observations of an episode, and the policy's turns their answers. So an
-existing agent is trained by another `base_url`, and every conversation is recorded token for token.
+Its requests become the observations of an episode, and the policy's turns their answers: an existing agent is
+trained by another `base_url`, and every conversation is recorded token for token.
 """
 
 from __future__ import annotations
@@ -33,17 +33,16 @@ from grpo_rl.envs.tool_formats import check_format
 from grpo_rl.registry import load_function
 
 LONGEST_REQUEST = 16 * 2**20
-"""Bytes of a request."""
+"""Bytes."""
 LONGEST_HEAD = 16 * 2**10
-"""Bytes of a request's head."""
+"""Bytes."""
 REQUEST_S = 60.0
-"""Seconds in which a request has to arrive as a whole."""
 MOST_STRANGERS, ACCEPTED_AT_ONCE = 256, 32
-"""Connections that have not shown the token yet: any user of this machine may connect, and hold memory and
-files. One more ends the oldest. So few are accepted between two looks that an agent's request, which comes at
-once, is not it."""
+"""Connections that have not shown the token yet: any user of this machine may connect. One more ends the
+oldest. So few are accepted between two looks that an agent's request, which comes at once, is not the
+oldest."""
 LAST_ANSWERS_S = 1.0
-"""Seconds that requests have to read that the conversation is over."""
+"""For requests to read that the conversation is over."""
 
 
 class ChatEndpoint:
@@ -72,17 +71,13 @@ class ChatEndpoint:
         self._running: asyncio.Task[Any] | None = None
 
     async def reset(self, start: Start) -> Observation:
-        """Start the agent, and wait for its first request."""
         url = await self._server.start()
         self._running = asyncio.get_running_loop().create_task(self._run(url, start))
         return await self._next()
 
     async def step(self, turn: Turn) -> Observation:
-        """Answer the agent's request with the policy's turn, and wait for its next one.
-
-        A turn that was cut off is the last one: the agent may still return a reward; a further request is
-        refused.
-        """
+        """A turn that was cut off is the last one: the agent may return a reward; a further request is
+        refused."""
         assert self._pending is not None, "the policy answers a request"
         pending_request, self._pending = self._pending, None
         answer = answer_of(turn, pending_request.request, self._format)
@@ -105,7 +100,6 @@ class ChatEndpoint:
         return await asyncio.to_thread(self._agent, url, start, **self._options)
 
     async def _next(self, *, is_over: bool = False) -> Observation:
-        """The agent's next request, or the end of the episode if the agent has returned."""
         assert self._running is not None
         request = asyncio.ensure_future(self._server.requests.get())
         await asyncio.wait({request, self._running}, return_when=asyncio.FIRST_COMPLETED)
@@ -136,7 +130,7 @@ class ChatEndpoint:
         return Observation(messages, replaces_prompt=is_first, tools=self._tools if is_first else (), info=info)
 
     def _named(self, message: Message) -> Message:
-        """With the name of a message's tool, which some templates write, and which clients leave out."""
+        """Some templates write the name of a message's tool, and clients leave it out."""
         if message["role"] != "tool" or "name" in message:
             return message
         calls = [
@@ -150,8 +144,6 @@ class ChatEndpoint:
 
 @dataclass(slots=True)
 class Asked:
-    """A request that waits for the policy's turn."""
-
     request: ChatRequest
     answer: asyncio.Future[ChatAnswer]
 
@@ -161,10 +153,7 @@ class Asked:
 
 
 class ChatServer:
-    """`POST .../v1/chat/completions` and `GET .../v1/models` under a secret path, on this machine alone.
-
-    Requests that wait for an answer come out of `requests`.
-    """
+    """`POST .../v1/chat/completions` and `GET .../v1/models` under a secret path, on this machine alone."""
 
     def __init__(self) -> None:
         self.requests: asyncio.Queue[Asked] = asyncio.Queue()
@@ -174,12 +163,12 @@ class ChatServer:
         self._strangers: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
 
     async def start(self) -> str:
-        """Begin to listen; return the base URL, which ends with /v1."""
+        """Returns the base URL, which ends with /v1."""
         self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0, limit=LONGEST_HEAD, backlog=ACCEPTED_AT_ONCE)
         return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/{self._token}/v1"
 
     async def close(self, waiting: Asked | None) -> None:
-        """Tell `waiting` and the requests in the queue that the conversation is over, and listen no more."""
+        """Tell pending requests that the conversation is over, and listen no more."""
         pending_requests = [] if waiting is None else [waiting]
         while not self.requests.empty():
             pending_requests.append(self.requests.get_nowait())
@@ -191,7 +180,6 @@ class ChatServer:
             await asyncio.wait(self._connections, timeout=LAST_ANSWERS_S)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one request of a connection, and close it."""
         task = asyncio.current_task()
         assert task is not None
         self._connections.add(task)
@@ -218,7 +206,7 @@ class ChatServer:
             self._strangers.pop(task, None)
 
     async def _read(self, reader: asyncio.StreamReader) -> tuple[str, str, bytes]:
-        """Method, path below the token, and body. Raises Refused; no body is read without the token."""
+        """Method, path below the token, and body; no body is read without the token."""
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         except asyncio.LimitOverrunError:

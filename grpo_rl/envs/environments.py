@@ -20,7 +20,7 @@ ENVIRONMENTS: dict[str, str] = {
     "gsm8k": f"{examples()}/answers_in_turns.py:Gsm8kInTurns",
     "endpoint": "grpo_rl.envs.endpoint:ChatEndpoint",
 }
-"""A class is imported when it is used, and no sooner."""
+"""A class is imported when it is used."""
 TOOLS: dict[str, str] = {
     "calculator": f"{_TOOLS}.number_tools:Calculator",
     "python": f"{_TOOLS}.python_interpreter:PythonInterpreter",
@@ -30,8 +30,7 @@ TOOLS: dict[str, str] = {
 
 
 _OF_VERL = (("execute", "call", "schema, begin, call and close"), ("generate_response", "step", "reset, step and close"))
-"""Methods by which a class written for verl is recognized, the method in their place, and all that there
-are."""
+"""A method by which a class for verl is recognized, the one in its place, and all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +42,7 @@ class Named:
 
 
 def class_of(name: str, table: Mapping[str, str], kind: str) -> Any:
-    """`name` is registered, or `file.py:Class`, `module:Class` or `package.module.Class`. Raises
-    ConfigError."""
+    """`name` is registered, or `file.py:Class`, `module:Class` or `package.module.Class`."""
     if name in table or ":" in name:
         return load_function(table.get(name, name), kind)
     module, dot, last = name.rpartition(".")  # as verl writes a class
@@ -76,7 +74,7 @@ def made(named: Named, table: Mapping[str, str], kind: str) -> Any:
 
 
 def schema_of(named: Named, tool: Any) -> dict[str, Any]:
-    """{"name", "description", "parameters"}. Raises ConfigError for a schema without a name."""
+    """{"name", "description", "parameters"}"""
     schema = dict(named.schema or getattr(tool, "schema", None) or {})
     schema = dict(schema.get("function", schema))  # verl and OpenAI put it under `function`
     if not isinstance(schema.get("name"), str) or not schema["name"]:
@@ -102,13 +100,12 @@ CLASSES: dict[str, str] = {
     "MCPSearchTool": _OF_A_SERVER,
     "Gsm8kInteraction": "gsm8k; its config may stay as it is",
 }
-"""What to write in place of verl's classes, by the last part of their paths."""
+"""By the last part of a class's path in verl."""
 _OWN_OF_VERL = ("verl.", "recipe.")
 
 
 def tools_of(path: str | None, given: Mapping[str, Any]) -> list[Named]:
-    """The tools of a file in verl's form, then the `given` ones with their options by name. Raises
-    ConfigError."""
+    """Of a file in verl's form, then the `given` ones."""
     parts = "class_name, config, tool_schema"
     tools = [] if path is None else _named_in(path, "tool_config_path", "tools", "tool", parts)
     for name, options in given.items():
@@ -119,7 +116,6 @@ def tools_of(path: str | None, given: Mapping[str, Any]) -> list[Named]:
 
 
 def interaction_file(path: str) -> Named:
-    """Raises ConfigError for another form, and for more than one interaction."""
     entries = _named_in(path, "interaction_config_path", "interaction", "environment", "name, class_name, config")
     if len(entries) != 1:
         names = ", ".join(named.name for named in entries) or "none"
@@ -130,7 +126,6 @@ def interaction_file(path: str) -> Named:
 
 
 def _named_in(path: str, key: str, name: str, kind: str, parts: str) -> list[Named]:
-    """What the entries of a file name, in its order. Raises ConfigError with all problems."""
     import yaml
 
     try:
@@ -149,7 +144,6 @@ def _named_in(path: str, key: str, name: str, kind: str, parts: str) -> list[Nam
 
 
 def _named(entry: Mapping[str, Any], where: str, kind: str, problems: list[str]) -> Named:
-    """Adds to `problems` for a class of verl's, and for values of another form."""
     name, raw_options, schema = str(entry["class_name"]), entry.get("config"), entry.get("tool_schema")
     if name.startswith(_OWN_OF_VERL) and ":" not in name:
         known = f"a {kind} of your own as path/to/file.py:Class (docs/agents.md), or a registered name"

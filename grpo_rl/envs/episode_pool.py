@@ -1,5 +1,4 @@
-"""Episodes of several turns as a stream of rollouts: the driver above the rollout pool and the environment
-processes.
+"""Episodes of several turns as a stream of rollouts, above the rollout pool and the environment processes.
 
 A turn is one request to the engines, whose prompt is the episode's context so far. Engines and environments
 never wait for each other.
@@ -32,25 +31,22 @@ from grpo_rl.rollout.requests import WholeBatches, rollout_id, sample_seed, samp
 from grpo_rl.types import GREEDY, Ending, Metrics, Prompt, Rollout, Sampling
 
 LOOK_S = 0.02
-"""Seconds to wait for turns before another look at environments that are at work."""
+"""To wait for turns before another look at environments that are at work."""
 QUIET_S = 0.5
-"""The same for deadlines of episodes, if no environment is at work."""
+"""The same if no environment is at work."""
 DRAIN_S = 0.001
-"""Seconds to wait for further turns that have ended with the first."""
+"""To wait for further turns that have ended with the first."""
 
 LONGEST_TOKEN = 16
-"""Characters: messages with more for each token of the longest sequence are too long before they are
-tokens."""
+"""Characters: longer messages are refused before they are tokens."""
 MOST_TOOL_LISTS = 64
-"""Lists of tools for which renderers are kept."""
 
 
 class Environments(Protocol):
     """An `EnvironmentPool`, or those of all nodes of a run."""
 
     @property
-    def num_waiting(self) -> int:
-        """Answers that have not come yet."""
+    def num_waiting(self) -> int: ...
 
     def begin(self, episode: str, start: Mapping[str, Any]) -> None:
         """The answer is an event."""
@@ -69,65 +65,58 @@ class Environments(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Playing(Conversation):
-    """An episode that has not ended. Its prompt is the row's, with what the environment adds to it in
-    `reset`."""
+    """The prompt is the row's, with what the environment adds to it in `reset`."""
 
     id: str
     row: Prompt
     sample: int
     sampling: Sampling
-    """Of the first turn; `max_tokens` is the room for all turns and what comes between."""
+    """Of the first turn; `max_tokens` is for all turns and what comes between."""
     seed: int = 0
-    """The environment's."""
     attempt: int = 0
     wave: int = 0
-    """Calls of `forget` before this episode was asked for: engines may still answer requests of those."""
+    """Calls of `forget` before this episode: engines may still answer requests of those."""
     asked: str | None = None
-    """The id of the turn that is being sampled."""
+    """The turn that is being sampled."""
     began: float | None = None
-    """time.monotonic() when the first turn was asked for."""
+    """The first turn, by time.monotonic()."""
     counts: Counter[str] = field(default_factory=Counter)
     waits_s: list[float] = field(default_factory=list)
     info: dict[str, float] = field(default_factory=dict)
     deltas: ChatDeltas | None = None
-    """None: the renderer of all, as its environment has shown no tools of its own."""
+    """None if the environment has shown no tools of its own."""
 
     def __post_init__(self) -> None:
         self.prompt, self.keeps_support = self.row, self.sampling.returns_support
 
     @property
     def name(self) -> str:
-        """The name of this attempt, for the environment processes."""
+        """Of this attempt, for the environment processes."""
         return f"{self.id}#{self.attempt}" if self.wave == 0 else f"{self.id}#{self.wave}.{self.attempt}"
 
     @property
     def turn_id(self) -> str:
-        """The uid of the prompt of the next turn."""
         return f"{self.name}/turn-{len(self.turns)}"
 
     def again(self) -> Playing:
-        """A new attempt at the same episode, with the same seed."""
         retried = Playing(self.id, self.row, self.sample, self.sampling, self.seed, self.attempt + 1, self.wave)
         retried.counts["retries"] = self.attempt + 1
         return retried
 
     def room(self, max_model_len: int) -> int:
-        """Further tokens for which there is room."""
         return min(self.sampling.max_tokens, max_model_len - len(self.prompt.token_ids)) - self.length
 
     def comes_to(self, state: str | None, messages: Sequence[Message]) -> None:
-        """Note the state of the next turn: the one that the environment names, else what its messages say."""
+        """The state that the environment names, else what its messages say."""
         named = "\0".join(f"{message['role']}\0{message['content']}" for message in messages) if state is None else state
         digest = hashlib.blake2b(named.encode("utf-8", "surrogatepass"), digest_size=8).digest()
         self.state = int.from_bytes(digest, "big", signed=True)
 
     def rewarded(self, reward: float | None) -> None:
-        """Note the reward of the last turn."""
         if reward is not None:
             self.turns[-1] = dataclasses.replace(self.turns[-1], reward=reward)
 
     def rollout(self, ended: Ending, failure: tuple[str, str] | None = None) -> Rollout:
-        """`failure` is the kind and the cause if the environment failed."""
         kind, cause = failure if failure is not None else (None, None)
         rollout = self.joined(
             self.sample,
@@ -142,7 +131,7 @@ class Playing(Conversation):
 
 
 class EpisodePool(WholeBatches):
-    """`protocols.RolloutPool` whose rollouts are episodes. Used from one thread, as the pool below it.
+    """Used from one thread, as the pool below it.
 
     An episode's tokens are a single sequence: the prompt, then turns as they were sampled, with the context
     between them (`chat_deltas.py`). The same prompt, seed and answers of the environment give the same
@@ -161,30 +150,25 @@ class EpisodePool(WholeBatches):
         retries: int = 2,
         quiet_s: float = 3600.0,
     ) -> None:
-        """An episode has `timeout_s` from its first turn, and `retries` further attempts after a lost
-        process.
-
-        The run is given up after `quiet_s` seconds without any turn or answer.
-        """
+        """`timeout_s` is from the first turn; `retries` are for lost processes; `quiet_s` is without any turn
+        or answer."""
         self.turns, self.environments, self.deltas = turns, environments, deltas
         self.max_model_len, self.max_turns, self.timeout_s = max_model_len, max_turns, timeout_s
         self.retries, self.quiet_s = retries, quiet_s
         self._playing: dict[str, Playing] = {}
         self._of_name: dict[str, Playing] = {}
-        """By the name of the attempt, as environments call it."""
+        """By the name of the attempt."""
         self._of_turn: dict[str, Playing] = {}
-        """Episodes whose turn is being sampled, by the turn's id."""
+        """By the turn's id."""
         self._ended: dict[str, Rollout] = {}
-        """Not handed over yet."""
         self._due: dict[str, tuple[Prompt, Sampling]] = {}
-        """Turns to ask for, by the episode's id."""
+        """By the episode's id."""
         self._shown: dict[tuple[str, str], Prompt] = {}
-        """Prompts with what environments add to them: equal ones are one object."""
+        """Equal prompts are one object."""
         self._deltas_with = lru_cache(MOST_TOOL_LISTS)(lambda tools: self.deltas.with_tools(json.loads(tools)))
-        """By the tools that environments show: most episodes show the same."""
+        """Most episodes show the same tools."""
         self._last_news = time.monotonic()
         self._wave = 0
-        """Calls of `forget` for episodes on their way."""
 
     @property
     def version(self) -> int:
@@ -198,10 +182,7 @@ class EpisodePool(WholeBatches):
         return self.turns.keep_weights()
 
     def submit(self, prompts: Sequence[Prompt], n: int, sampling: Sampling, *, greedy: bool = False) -> list[str]:
-        """Ask for n episodes per prompt; return their ids, by prompt and sample.
-
-        `sampling.max_tokens` is the room for all that follows the prompt, context included.
-        """
+        """Returns ids, by prompt and sample. `sampling.max_tokens` is for all that follows the prompt."""
         prompt_samples = [(prompt, sample) for prompt in prompts for sample in [*range(n), *([GREEDY] if greedy else [])]]
         ids = [rollout_id(prompt, sample) for prompt, sample in prompt_samples]
         if len({*ids} - self._playing.keys() - self._ended.keys()) < len(ids):
@@ -213,8 +194,7 @@ class EpisodePool(WholeBatches):
         return ids
 
     def completed(self, wait_s: float | None = None, only: Collection[str] | None = None) -> Iterator[Rollout]:
-        """Episodes as they end, until none that was asked for is missing (of `only`, if given), or for
-        `wait_s`."""
+        """Until no episode that was asked for is missing (of `only`, if given), or for `wait_s`."""
         deadline = None if wait_s is None else time.monotonic() + wait_s
         while True:
             ended_names = [name for name in self._ended if only is None or name in only]
@@ -230,7 +210,6 @@ class EpisodePool(WholeBatches):
             self._go_on(left_s)
 
     def forget(self, ids: Collection[str]) -> None:
-        """Hand these episodes over no more; their turns and environments end."""
         forgotten = [self._playing.pop(name) for name in ids if name in self._playing]
         self._wave += bool(forgotten)
         self._withdraw(*forgotten)
@@ -240,7 +219,6 @@ class EpisodePool(WholeBatches):
             self._ended.pop(name, None)
 
     def rest(self) -> None:
-        """Let the engines give their memory back, if nothing is asked for."""
         if not self._playing and not self._ended:
             self.turns.rest()
 
@@ -269,14 +247,14 @@ class EpisodePool(WholeBatches):
             )
 
     def _hear(self, wait_s: float) -> int:
-        """Wait for the first answer of an environment; return the number of answers."""
+        """Returns the number of answers."""
         events = self.environments.events(wait_s)
         for event in events:
             self._happened(event)
         return len(events)
 
     def _take_turns(self, wait_s: float) -> int:
-        """Wait for the first turn that ends; return the number of turns."""
+        """Returns the number of turns."""
         turns = list(itertools.islice(self.turns.completed(wait_s), 1))
         if turns:
             turns += self.turns.completed(DRAIN_S)
@@ -369,7 +347,7 @@ class EpisodePool(WholeBatches):
         self._next_turn(playing)
 
     def _goes_on(self, playing: Playing, messages: list[Any], answer: Mapping[str, Any]) -> bool:
-        """Note a turn's reward; return whether another turn follows. If none does, the episode is finished."""
+        """Note a turn's reward; whether another turn follows. If none does, the episode is finished."""
         playing.rewarded(answer["reward"])
         ended: Ending | None = None
         if answer["done"]:
@@ -389,7 +367,7 @@ class EpisodePool(WholeBatches):
         return ended is None
 
     def _is_too_long(self, messages: list[Any]) -> bool:
-        """Too long for a context, known before they are made tokens."""
+        """Known before the messages are tokens."""
         return self._size(messages) > LONGEST_TOKEN * self.max_model_len
 
     @staticmethod
@@ -397,7 +375,7 @@ class EpisodePool(WholeBatches):
         return sum(len(message["content"]) for message in messages)
 
     def _shown_first(self, playing: Playing, messages: list[Any], *, replaces: bool) -> None:
-        """Render the prompt anew if the environment adds messages to it, or `replaces` it by them."""
+        """The environment adds messages to the prompt, or `replaces` it by them."""
         if not messages:
             return
         row = playing.row
@@ -460,7 +438,6 @@ class EpisodePool(WholeBatches):
         )
 
     def _try_again(self, playing: Playing, cause: str) -> None:
-        """Begin an episode anew whose environment process was lost."""
         self._withdraw(playing)
         if playing.attempt >= self.retries:
             self._fail(playing, "environment_error", f"{cause} ({playing.attempt + 1} attempts)")

@@ -24,7 +24,7 @@ class EpisodeSetup:
 
     @staticmethod
     def of(config: Config) -> EpisodeSetup | None:
-        """None without episodes. Raises ConfigError with all problems."""
+        """Raises ConfigError with all problems."""
         if not plays_episodes(config):
             return None
         multi_turn, problems = config.actor_rollout_ref.rollout.multi_turn, list[str]()
@@ -46,10 +46,7 @@ class EpisodeSetup:
         return EpisodeSetup(config, dataclasses.replace(host, tools=tools), tool_schemas)
 
     def data(self, tokenizer: Any) -> DataConfig:
-        """With the tools that every prompt shows.
-
-        Prompts of embedded models show none: these know their tools from the rows of their warm start.
-        """
+        """Prompts show the tools, but not those of embedded models, which know them from their warm start."""
         from grpo_rl.models.builtin import CHAT_TEMPLATE
 
         data = self.config.data
@@ -60,17 +57,14 @@ class EpisodeSetup:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Of the messages that may come between assistant turns."""
+        """Of messages between assistant turns."""
         return (*(("tool",) if self.schemas else ()), *(("user",) if self.host.environment is not None else ()))
 
     def deltas(self, tokenizer: Any, stop_ids: frozenset[int]) -> ChatDeltas:
         return ChatDeltas(Renderer(self.data(tokenizer), tokenizer), tokenizer, stop_ids)
 
     def check(self, tokenizer: Any) -> list[str]:
-        """Notes about the chat template. Raises ConfigError if episodes cannot be played with it.
-
-        Without a template prompts are plain strings, and so is what comes between turns.
-        """
+        """Notes about the chat template. Raises ConfigError if episodes cannot be played with it."""
         renderer = Renderer(self.data(tokenizer), tokenizer)
         if not renderer.has_template:
             return []

@@ -1,5 +1,3 @@
-"""How models write tool calls: parsers of assistant turns."""
-
 from __future__ import annotations
 
 import json
@@ -31,21 +29,17 @@ INSTEAD: dict[str, str] = {
     "pythonic": _OWN_PARSER,
     "deepseekv3": _OWN_PARSER,
 }
-"""What to write for the names of other formats of verl and its engines."""
+"""For the names of other formats of verl and its engines."""
 
 
 def check_format(name: str) -> None:
-    """Raise ConfigError, with what to write instead."""
     if name in INSTEAD:
         raise ConfigError(f"format={name}: is not here; use {INSTEAD[name]}")
     FORMATS.get(name)
 
 
 def parse(name: str, text: str) -> tuple[tuple[ToolCall, ...], tuple[str, ...]]:
-    """The calls in a turn, and what is wrong with those that cannot be read; inside of thoughts is no call.
-
-    `name` is a registered format, or a user's parser as `file.py:function`.
-    """
+    """The calls, and what is wrong with those that cannot be read; inside of thoughts is no call."""
     calls: list[ToolCall] = []
     malformed: list[str] = []
     try:
@@ -60,12 +54,11 @@ def parse(name: str, text: str) -> tuple[tuple[ToolCall, ...], tuple[str, ...]]:
 
 
 def spoken(name: str, text: str) -> str:
-    """What a turn with calls says beside them; nothing for formats whose calls are the whole turn."""
+    """Beside the calls; nothing for formats whose calls are the whole turn."""
     return _HERMES.sub("", text).strip() if name in ("hermes", "qwen", "qwen25") else ""
 
 
 def _call(value: Any, number: int) -> ToolCall:
-    """Raises ValueError for another shape."""
     if isinstance(value, ValueError):
         raise value
     if isinstance(value, str):
@@ -140,8 +133,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def argument_problem(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:
-    """What is wrong with a call's arguments by the tool's JSON schema: required names and types of the first
-    level."""
+    """By the tool's JSON schema: required names and types of the first level."""
     parameters = schema.get("parameters") or {}
     properties = parameters.get("properties") or {}
     missing = [name for name in parameters.get("required") or () if name not in arguments]

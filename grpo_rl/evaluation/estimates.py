@@ -14,9 +14,9 @@ SEED = 0
 RESAMPLES = 10_000
 SHUFFLES = 100_000
 EXACT_UP_TO = 16
-"""Prompts up to which every sign is counted and none is drawn."""
+"""For more prompts signs are drawn."""
 _AT_ONCE = 2**22
-"""Numbers drawn at a time: memory does not grow with the number of prompts."""
+"""Numbers drawn at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,10 @@ def ks_of(n: int) -> list[int]:
 
 
 def interval(values_P: np.ndarray) -> Estimate:
-    """The mean over the prompts and its 95 % interval: percentiles of the means of resampled prompts.
+    """95 %: percentiles of the means of resampled prompts.
 
-    Efron and Tibshirani, "An introduction to the bootstrap" (1993), section 13.3. Prompts are drawn, not
-    responses. For one prompt both ends are NaN.
+    Efron and Tibshirani, "An introduction to the bootstrap" (1993), section 13.3. For one prompt both ends
+    are NaN.
     """
     values_P = np.asarray(values_P, dtype=np.float64)
     if len(values_P) < 2:
@@ -67,12 +67,12 @@ def interval(values_P: np.ndarray) -> Estimate:
 
 
 def paired_difference(first_P: np.ndarray, second_P: np.ndarray) -> Difference:
-    """How much better the second model is on the same prompts.
+    """The second model's values minus the first's.
 
     The interval is that of a bootstrap over prompts. `p` is of a permutation test: each prompt's difference
-    keeps or changes its sign at random, as if the two models were exchanged (Good, "Permutation, parametric
-    and bootstrap tests of hypotheses", 2005, section 3.2). All signs are counted for up to 16 prompts that
-    differ, else 100,000 are drawn and the data themselves count as one more.
+    keeps or changes its sign at random (Good, "Permutation, parametric and bootstrap tests of hypotheses",
+    2005, section 3.2). All signs are counted for up to 16 prompts that differ, else 100,000 are drawn and the
+    data count as one more.
     """
     differences_P = np.asarray(second_P, dtype=np.float64) - np.asarray(first_P, dtype=np.float64)
     if len(np.atleast_1d(first_P)) != len(np.atleast_1d(second_P)):
@@ -82,7 +82,6 @@ def paired_difference(first_P: np.ndarray, second_P: np.ndarray) -> Difference:
 
 
 def _resampled_means(values: np.ndarray) -> np.ndarray:
-    """Of RESAMPLES draws with replacement of as many values as there are."""
     rng, count = np.random.default_rng(SEED), len(values)
     at_once = max(1, _AT_ONCE // count)
     parts = [
@@ -93,7 +92,7 @@ def _resampled_means(values: np.ndarray) -> np.ndarray:
 
 
 def _sign_flips(differences: np.ndarray) -> float:
-    """The two-sided p of the mean under random signs. Zeros have no sign."""
+    """Two-sided. Zeros have no sign."""
     sizes = np.abs(differences[differences != 0])
     if not len(sizes):
         return 1.0

@@ -17,7 +17,7 @@ from grpo_rl.telemetry.metrics.validation import logged_value
 
 ALL = "all sources"
 Groups = Mapping[int, Sequence[Record]]
-"""The n responses to each prompt, by its row."""
+"""By the prompt's row."""
 Table = tuple[list[str], list[list[str]]]
 """Header and rows."""
 
@@ -27,7 +27,7 @@ class SourceResult:
     source: str
     num_prompts: int
     metrics: dict[str, list[Estimate]]
-    """One estimate for each model."""
+    """One for each model."""
     differences: dict[str, list[Difference]]
     """Of each further model to the first."""
     lengths: list[float]
@@ -38,7 +38,7 @@ class SourceResult:
 
 
 def results_of(models: Sequence[Groups], *, pass_at: float = 1.0) -> list[SourceResult]:
-    """By data source, of all models on the same prompts; with several sources also of all together.
+    """By data source; with several also of all together.
 
     A response passes whose value is at least `pass_at`. Raises ValueError if the models answered different prompts.
     """
@@ -76,7 +76,6 @@ def _of_source(source: str, models: Sequence[Sequence[Sequence[Record]]], pass_a
 
 
 def _metrics(values_PN: np.ndarray, groups: Sequence[Sequence[Record]], pass_at: float) -> dict[str, np.ndarray]:
-    """Of each metric the value for every prompt."""
     n = values_PN.shape[1]
     passed_P = (values_PN >= pass_at - 1e-9).sum(axis=1)
     metrics = {f"mean@{n}": values_PN.mean(axis=1)}
@@ -106,8 +105,7 @@ def as_json(results: Sequence[SourceResult], labels: Sequence[str]) -> list[dict
 
 
 def shown_metrics(result: SourceResult) -> list[str]:
-    """Those that a table has room for: the mean, pass at the smallest, a middle and the largest k, the
-    majority."""
+    """The mean, pass at the smallest, a middle and the largest k, the majority."""
     names = list(result.metrics)
     passes = [name for name in names if name.startswith("pass@")]
     # With values of 0 and 1 pass@1 is the mean.
@@ -117,7 +115,6 @@ def shown_metrics(result: SourceResult) -> list[str]:
 
 
 def table(result: SourceResult, labels: Sequence[str]) -> Table:
-    """A column for each model, a row for each number."""
     rows = [[name, *map(_text, result.metrics[name])] for name in shown_metrics(result)]
     rows.append(["tokens per response", *(f"{length:.1f}" for length in result.lengths)])
     rows.append(["cut at the limit", *(f"{share:.1%}" for share in result.truncated)])
@@ -126,7 +123,6 @@ def table(result: SourceResult, labels: Sequence[str]) -> Table:
 
 
 def differences_table(result: SourceResult, labels: Sequence[str]) -> Table:
-    """A column for each model but the first."""
     rows = [
         [name, *(f"{_text(difference, '+')} {p_text(difference.p)}" for difference in result.differences[name])]
         for name in shown_metrics(result)

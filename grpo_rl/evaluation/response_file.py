@@ -26,12 +26,11 @@ from grpo_rl.telemetry.metrics.metrics_file import dump_line, jsonable
 Record = dict[str, Any]
 SETTINGS, MODEL, RESPONSES, COMPLETE = "settings.json", "model.json", "responses.jsonl", "complete.json"
 _NUMBERS = ("row", "sample", "prompt_length", "response_length")
-"""Whole numbers that a line has; a response without them is sampled again."""
+"""A response without these whole numbers is sampled again."""
 
 
 def settle(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Note the settings in a new folder. Raises ConfigError, with what differs, if the folder has other
-    ones."""
+    """Raises ConfigError if the folder has other settings."""
     if not (folder / SETTINGS).is_file() and (folder / "models").is_dir():
         raise ConfigError(f"{folder} has responses and no {SETTINGS}: give another --output")
     _note(folder, SETTINGS, settings, f"{folder} has responses with other settings")
@@ -45,7 +44,6 @@ def response_file(folder: Path, name: str, identity: Mapping[str, Any]) -> Respo
 
 
 def _note(folder: Path, file: str, found: Mapping[str, Any], problem: str) -> None:
-    """Write values, or raise ConfigError if the file has others."""
     text = json.dumps(jsonable(found), indent=1, sort_keys=True)
     if (folder / file).is_file():
         try:
@@ -66,7 +64,7 @@ class ResponseFile:
         self.path, self._complete = path, path.with_name(COMPLETE)
 
     def groups(self, n: int) -> dict[int, list[Record]]:
-        """The n responses to each complete prompt, by the prompt's row."""
+        """Complete prompts only, by row."""
         by_row: dict[int, dict[int, Record]] = defaultdict(dict)
         for _, record in read_lines(self.path) if self.path.is_file() else ():
             # A killed process may leave a part of a line.
@@ -76,7 +74,6 @@ class ResponseFile:
         return {row: [group[sample] for sample in range(n)] for row, group in complete.items()}
 
     def is_complete(self, n: int) -> bool:
-        """How many prompts there are is noted when the last one is answered."""
         try:
             return bool(read_json(self._complete)["num_prompts"] == len(self.groups(n)))
         except (DataError, KeyError, TypeError):
@@ -91,7 +88,7 @@ class ResponseFile:
 
 
 def identity_of(model: str) -> dict[str, Any]:
-    """A digest of the model's folder, the settings of an embedded one, a name on the hub."""
+    """A digest of the model's folder, an embedded one's settings, a name on the hub."""
     if model.startswith("builtin:"):
         from grpo_rl.models.builtin import get_builtin  # which loads torch
 

@@ -34,7 +34,7 @@ class Audit:
         stack: ExitStack,
         start: Callable[[str, Done, Broken], JobPool] | None = None,
     ) -> None:
-        """`start` makes the processes of a service from its name; without it they are on this machine."""
+        """`start` makes the processes of a service from its name; None: on this machine."""
         audit_config = audit_of(config)
         rules, models = None, list[ModelReward]()
         if function is not None:
@@ -51,14 +51,13 @@ class Audit:
         self._found: dict[tuple[str, int], dict[str, float]] = {}
 
     def submit(self, rollouts: Sequence[Rollout]) -> None:
-        """Start to audit a part of one step's scored rollouts; returns at once."""
         self._chosen = sample(rollouts, self._share)
         self._copies = [replace(rollout, reward=None, reward_parts={}, steps=None) for rollout in self._chosen]
         for copy in self._copies:
             self._scorer.submit(copy)
 
     def logged(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The rollouts as the log has them: those that were audited with `audit/NAME` among their parts."""
+        """The rollouts as the log has them, with `audit/NAME` among the parts."""
         results = [self._found.get((rollout.prompt.uid, rollout.sample_index)) for rollout in rollouts]
         return [
             rollout if parts is None else replace(rollout, reward_parts=rollout.reward_parts | parts)
@@ -68,9 +67,9 @@ class Audit:
     def wait(self, warn: Callable[[str], None]) -> Metrics:
         """Metrics of what was submitted; `warn` is called if some of it could not be audited.
 
-        Over the prompts with an audited response, their numbers averaged over those responses: `audit/NAME`
-        is the mean score of a function, `.../reward` the mean of the trained reward of the same responses,
-        `.../std` and `.../reward_std` their standard deviations, `.../correlation` Pearson's between the two.
+        Over prompts, whose audited responses are averaged: `audit/NAME` is a function's mean score,
+        `.../reward` the mean trained reward of the same responses, `.../std` and `.../reward_std` their
+        standard deviations, `.../correlation` Pearson's between the two.
         """
         self._found = {}
         try:
@@ -95,7 +94,6 @@ class Audit:
 
 
 def auditing(config: RewardConfig, data_sources: Iterable[str]) -> RewardFunction | None:
-    """Raises ConfigError for functions that cannot be used."""
     audit_config = audit_of(config)
     if not audit_config.functions:
         return None
@@ -105,7 +103,7 @@ def auditing(config: RewardConfig, data_sources: Iterable[str]) -> RewardFunctio
 
 
 def sample(rollouts: Sequence[Rollout], share: float) -> list[Rollout]:
-    """A share of the rollouts that have a reward, at least one, spread over as many prompts as possible."""
+    """A share of the rollouts with a reward, at least one, spread over as many prompts as possible."""
     candidates = [item for item in rollouts if item.reward is not None and item.failure is None and item.sample_index != GREEDY]
     places: dict[str, int] = defaultdict(int)
     ordered = []

@@ -37,7 +37,6 @@ from grpo_rl.rewards.runtime.process import Job, RewardProcess, spared
 
 SHOWN_ROWS = 20
 TRIED_ROWS = 8
-"""Rows on which each form of a right response is tried."""
 SHOWN_CHARACTERS = 40
 SHOWN_FAILURES = 10
 FAILED, INTERRUPTED = 2, 130
@@ -51,9 +50,9 @@ STRANGE: dict[str, str | None] = {
 """Each is tried on the first row with a reward. Plain is the bare ground truth."""
 IN_MARKS, BARE = "the ground truth in the forms of the known rules", "the bare ground truth"
 PLAIN_DIGITS = 6
-"""A number with more digits before or behind the point is written with a power of ten."""
+"""More digits before or behind the point are written with a power of ten."""
 MAX_NUMBERS = 5
-"""Numbers of a countdown that is solved: six take seconds."""
+"""Of a countdown that is solved: six take seconds."""
 
 
 class Row(NamedTuple):
@@ -76,17 +75,13 @@ class TriedRow(NamedTuple):
 
 
 class Trial:
-    """A reward process as a run has them; replaced if it had to be killed."""
-
     def __init__(self, config: RewardConfig, log: OutputLog) -> None:
-        """Raises ConfigError for an unknown name, file or option."""
         self._config, self._components = config, RewardFunction.from_config(config).components
         self._worker: RewardProcess | None = None
         self._log, self._data_sources = log, set[str]()
 
     def outcomes(self, rows: Sequence[Row]) -> Iterator[TriedRow]:
-        """One call for each row, or one for all if a function takes lists. Raises RewardError if no process
-        starts."""
+        """One call for each row, or one for all if a function takes lists."""
         self._data_sources |= {row.data_source for row in rows}
         batched = [component for component in self._components if component.batched]
         singly = [component for component in self._components if not component.batched]
@@ -135,10 +130,8 @@ class Trial:
 
 
 def read_rows(names: Sequence[str], count: int, response: str | None, data: DataConfig, functions: Sequence[str]) -> list[Row]:
-    """The first `count` rows as a run with these columns reads them; `response` names the responses' column.
-
-    Raises DataError, naming the file, the row and the column.
-    """
+    """`response` names the column of the responses. Raises DataError, naming the file, the row and the
+    column."""
     source = Joined("the data", [open_source(name) for name in names])
     places = range(min(count, len(source)))
     return [_row(place, source.where(place), source.row(place), response, data, functions) for place in places]
@@ -159,7 +152,6 @@ def _row(place: int, where: str, row: dict[str, Any], response: str | None, data
 
 
 def best_form(trial: Trial, rows: Sequence[Row]) -> str:
-    """The form of a right response that earns most in the first rows."""
     forms = list(dict.fromkeys(form for row in rows for form in row.forms))
     tries = [(form, row._replace(response=row.forms[form])) for form in forms for row in rows[:TRIED_ROWS] if form in row.forms]
     worth = dict.fromkeys(forms, 0.0)
@@ -191,7 +183,6 @@ def right_responses(
 
 
 def is_structured(ground_truth: Any) -> bool:
-    """Whether a ground truth, or its JSON text, has parts."""
     if isinstance(ground_truth, str):
         return ground_truth.lstrip().startswith(("{", "["))
     if isinstance(ground_truth, list | tuple):
@@ -233,7 +224,7 @@ def _scientific(gold: str) -> str:
 
 
 def solve(numbers: list[int], target: int) -> str | None:
-    """An expression of all `numbers`, each once, whose value is `target`; None for more than 5 numbers."""
+    """An expression of all `numbers`, each once, whose value is `target`."""
     return _solve([(Fraction(n), str(n)) for n in numbers], Fraction(target)) if len(numbers) <= MAX_NUMBERS else None
 
 

@@ -30,8 +30,7 @@ class ModelReward(Protocol):
     def submit(self, rollout: Rollout) -> None:
         """Returns at once. A rollout given again while it is pending is scored once."""
 
-    def wait(self, rollouts: Sequence[Rollout]) -> list[Outcome]:
-        """Submits those that were not."""
+    def wait(self, rollouts: Sequence[Rollout]) -> list[Outcome]: ...
 
     def close(self) -> None: ...
 
@@ -61,8 +60,7 @@ class CombinedRewarder:
     def wait(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Fill `reward`, `reward_parts` and `steps`, or `failure`; submits rollouts that were not.
 
-        Raises RewardError, with counts by kind and first causes, if a failure stops the run or all sampled
-        ones failed.
+        Raises RewardError if a failure stops the run or all sampled ones failed.
         """
         for rollout in rollouts:
             for model in self.models:
@@ -103,7 +101,6 @@ def fail(rollout: Rollout, kind: str, cause: str | None, config: RewardConfig) -
 
 
 def fail_beyond_float32(rollouts: Sequence[Rollout], config: RewardConfig) -> None:
-    """A sum of finite rewards may be more than float32 holds."""
     for rollout in rollouts:
         if rollout.failure is None and rollout.reward is not None:
             try:
@@ -122,7 +119,7 @@ def stop_where_due(rollouts: Sequence[Rollout], config: RewardConfig) -> None:
 
 
 def by_rule(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """The rollouts with the reward of the rules, if that is no summand and they did not fail."""
+    """With the rules' reward, if that is no summand and the rollout did not fail."""
     return [
         replace(rollout, reward=rollout.reward_parts[RULE]) if RULE in rollout.reward_parts else rollout for rollout in rollouts
     ]
@@ -138,7 +135,6 @@ def _add(rollout: Rollout, model: ModelReward, result: RewardResult) -> None:
 
 
 def factors_of(config: Config) -> dict[str, float]:
-    """Raises ConfigError for functions that cannot be found."""
     if derived.is_iterated(config):
         return {RULE: 0.0} | model_factors(config)
     rules = RewardFunction.from_config(config.reward).factors if config.reward.functions else {}
@@ -195,7 +191,7 @@ def describe_models(config: Config) -> list[str]:
 
 
 SOLVED = "solved"
-"""The number of an environment's `info` that becomes the part `acc`: 1 if the episode reached its goal."""
+"""Becomes the part `acc`: 1 if the episode reached its goal."""
 TRUNCATION = "truncation"
 
 
@@ -221,8 +217,6 @@ class EpisodeRewarder(CombinedRewarder):
         self._weight = self.factors[ENVIRONMENT] = episodes.environment.reward_weight
 
     def wait(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Adds the rewards of turns. An episode whose environment failed is treated by
-        `reward.on_failure`."""
         scored = super().wait(rollouts)
         for rollout in scored:
             if rollout.episode is not None:

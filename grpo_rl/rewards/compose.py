@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # types imports torch, which a reward process does without
     from grpo_rl.types import Rollout
 
 LIFTED = ("acc", "answer")
-"""Keys of a result that also appear in the parts without the component's name, for validation."""
+"""Keys of a result that also stand among the parts without the component's name, for validation."""
 JUDGE = "judge"
 
 
@@ -44,8 +44,6 @@ class AssembledReward(NamedTuple):
 
 
 class RewardFunction:
-    """The sum of factor * score over the components."""
-
     def __init__(self, components: list[Component], decode: Decode | None = None) -> None:
         if not components:
             raise ConfigError("reward.functions is empty; name at least one reward, e.g. auto")
@@ -105,7 +103,7 @@ class RewardFunction:
     def assemble(self, rollout: Rollout, outcomes: Sequence[Outcome]) -> AssembledReward:
         """`outcomes`: first of the functions of one response, then of the functions of lists.
 
-        Raises RewardFailure for the first failure among them, and for missing or bad steps if steps are read.
+        Raises RewardFailure for the first failure, and for missing or bad steps.
         """
         results: dict[str, RewardResult] = {}
         as_called = sorted(self.components, key=lambda component: component.batched)
@@ -145,7 +143,7 @@ class RewardFunction:
 
 
 def sample_of(rollout: Rollout) -> Sample:
-    """Adds a short `question` of the prompt: a rule can tell a task of arithmetic by it."""
+    """Adds the prompt's short `question`: a rule can tell a task of arithmetic by it."""
     prompt, episode = rollout.prompt, rollout.episode
     question = prompt.text if prompt.messages is None else prompt.messages[-1].get("content")
     extra_info = prompt.extra_info
@@ -166,7 +164,7 @@ def place(name: str, rollout: Rollout) -> str:
 
 
 def audit_of(config: RewardConfig) -> RewardConfig:
-    """`config` with `functions` and `audit` in each other's place."""
+    """`functions` and `audit` in each other's place."""
     return replace(
         config,
         functions=[name for name in config.audit if name != JUDGE],

@@ -22,9 +22,8 @@ if TYPE_CHECKING:  # types imports torch, which a reward process does without
 
 TIMEOUT = "reward_timeout"
 ERROR = "reward_error"
-"""The function raised, or its process died."""
 INVALID = "reward_invalid"
-"""Not a finite number of float32, or a list of the wrong length."""
+"""Not a finite float32, or a list of the wrong length."""
 LARGEST_REWARD = 3.4028234663852886e38
 KINDS = (TIMEOUT, ERROR, INVALID)
 CALLED = "; it is called as "
@@ -34,7 +33,7 @@ LONGEST_CAUSE = 2000
 
 
 class RewardFailure(RewardError):
-    """One response could not be scored. `kind` is one word that ends in _timeout, _error or _invalid."""
+    """`kind` is one word that ends in _timeout, _error or _invalid."""
 
     def __init__(self, kind: str, cause: str) -> None:
         self.kind, self.cause = kind, shortened(cause)
@@ -54,7 +53,7 @@ def shortened(cause: str) -> str:
 
 
 def summary(failures: Sequence[tuple[str, str]], total: int) -> str:
-    """`3 of 64 rewards failed (2 reward_timeout, 1 reward_error), first: ...` of failures (kind, cause)."""
+    """`3 of 64 rewards failed (2 reward_timeout, 1 reward_error), first: ...` of (kind, cause)."""
     counts = Counter(kind for kind, _ in failures)
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
     of_each_kind: dict[str, str] = {}
@@ -88,7 +87,7 @@ Outcome = RewardResult | RewardFailure
 
 
 def read_result(value: Any) -> RewardResult:
-    """Raises RewardFailure (`reward_invalid`), also if reading fails: the value may be of a user's class."""
+    """Raises RewardFailure, also if reading fails: the value may be of a user's class."""
     try:
         value = _item(value)
         if not isinstance(value, Mapping):
@@ -113,7 +112,6 @@ def _item(value: Any) -> Any:
 
 
 def number_of(value: Any, key: str) -> float:
-    """Raises RewardFailure (`reward_invalid`) for what float32 does not hold."""
     value = _item(value)
     if not isinstance(value, Real):
         text = repr(value)
@@ -161,12 +159,11 @@ class Component:
 
 
 def call(component: Component, sample: Sample) -> RewardResult:
-    """Raises RewardFailure for whatever the function does but return a reward."""
     return read_result(_returned(component, sample._asdict()))
 
 
 def call_batch(component: Component, samples: Sequence[Sample]) -> list[Outcome]:
-    """Raises RewardFailure if the call itself fails, which no response survives."""
+    """Raises RewardFailure if the call itself fails."""
     columns = [list(column) for column in zip(*samples, strict=True)]
     returned = _returned(component, dict(zip(BATCH_ARGUMENTS, columns, strict=True)))
     if hasattr(returned, "tolist"):

@@ -1,7 +1,7 @@
-"""The reward functions by name, and by the `data_source` of a row.
+"""Reward functions by name, and by the `data_source` of a row. They have verl's signature.
 
-A reward function has verl's signature. Of the keys of a returned dict, `acc` is what validation reports,
-`answer` what its majority vote counts, and `steps` the rewards of reasoning steps (`rewards/steps.py`).
+Of a returned dict, `acc` is what validation reports, `answer` what its majority vote counts, and `steps` the
+rewards of reasoning steps (`rewards/steps.py`).
 """
 
 from __future__ import annotations
@@ -60,13 +60,12 @@ RULES: dict[str, Callable[..., float | dict[str, float]]] = {
 def auto(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> float | dict[str, float]:
-    """Score by the rule of this `data_source`. Raises ConfigError if there is none."""
     check_data_sources([data_source])
     return RULES[data_source](data_source, solution_str, ground_truth, extra_info)
 
 
 def reads_marks(name: str, data_source: str) -> bool:
-    """Whether this function looks for an answer that is marked: a box, `####`, tags, `answer is`."""
+    """Whether the function looks for an answer that is marked: a box, `####`, tags, `answer is`."""
     function = RULES.get(data_source) if name == "auto" else REWARDS.get(name) if name in REWARDS else None
     return function in (math, gsm8k, gsm8k_flexible, exact_match, multiple_choice)
 

@@ -1,9 +1,8 @@
 """Rewards of reasoning steps: from characters of the response, which a reward function sees, to tokens.
 
-`steps` is a list of (end, reward) in the order of the text; `solution_str[:end]` ends with the step. A step's
-reward goes to the first token up to which the decoded response contains all of the step: one token may hold
-the end of a step and the beginning of the next, and one character may take several tokens. The response's own
-tokens are decoded; the text is never tokenized again, as that may give other tokens than were sampled.
+`steps` is a list of (end, reward); `solution_str[:end]` ends with the step. A step's reward goes to the first
+token up to which the decoded response contains all of the step. The response's own tokens are decoded; the
+text is never tokenized again, as that may give other tokens than were sampled.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ if TYPE_CHECKING:  # types imports torch, which a reward process does without
     from grpo_rl.types import Rollout
 
 Step = tuple[int, float]
-"""The index of a step's last token in the response, and the step's reward."""
+"""The index of a step's last token in the response, and its reward."""
 Decode = Callable[[Sequence[int]], str]
 
 NO_STEPS = (
@@ -26,9 +25,8 @@ NO_STEPS = (
     "'steps', a list of (end, reward) with end counting the characters of solution_str up to the step's end"
 )
 BLOCK = 64
-"""Tokens decoded at once in the search for steps."""
 UNFINISHED = "\ufffd"
-"""The character to which the bytes of an incomplete character decode."""
+"""What the bytes of an incomplete character decode to."""
 
 
 def read_steps(steps: Any, rollout: Rollout, decode: Decode, factor: float = 1.0) -> tuple[Step, ...]:
@@ -65,8 +63,8 @@ def read_steps(steps: Any, rollout: Rollout, decode: Decode, factor: float = 1.0
 def step_ends(token_ids: Sequence[int], decode: Decode, ends: Sequence[int]) -> list[int]:
     """Index of the token that completes the last character before each of `ends`, which ascend.
 
-    Exact with byte-level tokenizers. Tokens without text complete nothing. Takes time linear in tokens and
-    ends. Raises ValueError for an end beyond the text.
+    Exact with byte-level tokenizers. Takes time linear in tokens and ends. Raises ValueError for an end
+    beyond the text.
     """
     text = decode(token_ids)
     if ends and ends[-1] > len(text):

@@ -11,18 +11,16 @@ from grpo_rl.types import Metrics, Rollout
 def validation_metrics(rollouts: Sequence[Rollout], n: int) -> Metrics:
     """Means over the prompts of each data source of some numbers of a prompt's n responses.
 
-    The value v of a response is its `acc` part if the reward gives one, else its reward; 0 if its reward
-    failed.
+    The value v of a response is its `acc` part, else its reward; 0 if its reward failed.
 
     - `val/{source}/mean@n`, `best@n`: the mean and the largest v.
-    - `val/{source}/maj@n`: v of the winner of a majority vote over the `answer` parts; responses without one
-      vote only if no response of the prompt has one, and then for their v. Between ties the mean is taken:
-      what a random choice gives on average.
+    - `val/{source}/maj@n`: v of the winner of a majority vote over the `answer` parts, or over v if no
+      response has one. Ties are averaged: what a random choice gives on average.
     - `val/{source}/response_length`: tokens per response; `val/{source}/reward`: the reward itself.
     - `val/{source}/{function}/mean@n`: the mean of one function's score, before its factor.
     - `val/{source}/reward_failures`: how many rewards failed.
 
-    Raises ValueError if a prompt has not exactly n responses, or one has neither reward nor failure.
+    Raises ValueError if a prompt has not exactly n responses, or a response neither reward nor failure.
     """
     groups: dict[str, list[Rollout]] = defaultdict(list)
     for rollout in rollouts:

@@ -31,7 +31,7 @@ SWEEP_FILE = "sweep.json"
 _PLAIN = re.compile(r"[^A-Za-z0-9._+-]+")
 _LONGEST = 60
 LAST_STEPS = 5
-"""Last training steps whose mean stands for the end of a run."""
+"""Their mean stands for the end of a run."""
 LOSSES = {"validation loss": "val/loss", "training loss": "train/loss"}
 
 
@@ -44,7 +44,7 @@ class Point:
 
     @property
     def setting(self) -> tuple[tuple[str, str], ...]:
-        """Runs with the same values of all but seeds are repetitions of each other."""
+        """Runs with the same values are repetitions of each other."""
         return tuple((key, value) for key, value in self.values.items() if key not in SEED_AXES)
 
 
@@ -113,7 +113,7 @@ def last_step(folder: Path) -> int:
 
 
 def score_until(folder: Path, step: int) -> float:
-    """The last validation, else the last rewards, else the loss, up to this step; more is better."""
+    """The last validation, else the last rewards, else the loss; more is better."""
     records = [record for record in read_metrics(folder / "metrics.jsonl") if record["step"] <= step]
     scores = [score for record in records if record["step"] > 0 and (score := validation_score(record)) is not None]
     rewards = [record["reward/mean"] for record in records if "reward/mean" in record]
@@ -122,7 +122,7 @@ def score_until(folder: Path, step: int) -> float:
 
 
 def _table(results: Sequence[SweptRun], columns: Sequence[str]) -> str:
-    """One row per setting: its runs that are done, and mean and spread of each column over them."""
+    """One row per setting."""
     groups: dict[str, list[SweptRun]] = {}
     for result in results:
         label = name_of(dict(result.point.setting)).replace(",", ", ") or "all runs"
@@ -150,7 +150,7 @@ def _mean_and_spread(values: Sequence[float]) -> str:
 
 
 def read_points(folder: Path) -> list[Point]:
-    """Of runs that were submitted one by one, the names of the folders have the values."""
+    """If runs were submitted one by one, the folders' names have the values."""
     try:
         if (folder / SWEEP_FILE).exists():
             return [Point(dict(entry["values"]), str(entry["name"])) for entry in read_json(folder / SWEEP_FILE)]

@@ -1,6 +1,5 @@
 """The runs of a sweep, `grpo-rl train --multirun key=a,b seed=1,2,3 ...`: Hydra's sweeper chooses them and
-its launcher starts them; here they are planned before the first one starts, run in a process each, and summed
-up in a table."""
+its launcher starts them; here they are planned first, run in a process each, and summed up in a table."""
 
 from __future__ import annotations
 
@@ -45,12 +44,11 @@ from grpo_rl.telemetry.status import read_status
 
 T = TypeVar("T")
 STOPPED_CODES = (75, 130)
-"""Of a run that was stopped from outside: no other run of the sweep starts then."""
+"""Of a run that was stopped from outside."""
 STOP_FILE = ".stop"
-"""In the sweep's folder: the runs save and end, and no other starts, on whatever machine a launcher has put
-them."""
+"""In the sweep's folder: the runs save and end, and no other starts, on whatever machine."""
 UNTIL = "sweep.until"
-"""A word of the halving sweeper: the share of its steps to which a run goes."""
+"""A word of the halving sweeper: the share of its steps that a run goes."""
 _PLUGINS = {
     "hydra/launcher=joblib": "hydra_joblib_launcher",
     "hydra/launcher=submitit_local": "hydra_submitit_launcher",
@@ -62,8 +60,7 @@ _DEFAULTS = {
     "hydra/launcher=joblib": "hydra.launcher.n_jobs=2",
     "hydra/sweeper=optuna": "hydra.sweeper.direction=maximize",
 }
-"""Settings of plugins if nobody sets them. A file in conf/ of a plugin's name would be matched with its
-schema."""
+"""A file in conf/ of a plugin's name would be matched with its schema."""
 _LOOK_S = 0.5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -76,19 +73,18 @@ class RunFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RunPoint:
-    """Hydra's task in a sweep: a run in a process of its own, on whatever machine a launcher chooses."""
+    """Hydra's task in a sweep: a run in a process of its own, on whatever machine."""
 
     folder: Path
     options: Sequence[str]
-    """Those that name files, as they were typed."""
+    """Those that name files."""
     axes: frozenset[str]
     """Keys that have several values, or from which a sweeper draws."""
     done: frozenset[str] = frozenset()
-    """Names of the runs that are done."""
     totals: Mapping[str, int] = field(default_factory=dict)
     """The training steps of each planned run."""
     controller: int = 0
-    """The process that the user's signals reach."""
+    """Receives the user's signals."""
 
     def __call__(self, composed: Any) -> float:
         """Returns the run's score: more is better. Raises RunFailed."""
@@ -139,7 +135,7 @@ def _hydra() -> Any:
 
 
 def _typed(word: str) -> str:
-    """A word of Hydra's as on a command line: no choice of a group is `null` there."""
+    """As on a command line, where no choice of a group is `null`."""
     if not word.startswith("~"):
         return word
     key = word.removesuffix("=null")
@@ -147,7 +143,7 @@ def _typed(word: str) -> str:
 
 
 def setting_of(words: Sequence[str]) -> tuple[str, ...]:
-    """Without seeds: runs with the same words are repetitions of each other."""
+    """Runs with the same words are repetitions of each other."""
     return tuple(word for word in words if word.lstrip("+").partition("=")[0] not in SEED_AXES)
 
 
@@ -168,8 +164,8 @@ class Sweep:
 def run_sweep(argv: Sequence[str]) -> int:
     """Returns 0 if all runs are done, or the exit code of the first that failed.
 
-    Every run is planned first: ConfigError or DataError has the problems of all. Runs that are done, with the
-    same configuration, are skipped; one that was stopped goes on. One that fails does not keep the next from
+    Every run is planned first: ConfigError or DataError has the problems of all. Runs that are done with the
+    same configuration are skipped; one that was stopped goes on. One that fails does not keep the next from
     starting; a signal does, after the run that it meets has saved. Raises Preempted then.
     """
     command = read(["hydra/sweeper=halving" if word == "sweep.halving=true" else word for word in argv])
@@ -211,8 +207,6 @@ def run_sweep(argv: Sequence[str]) -> int:
 
 
 class _Signals:
-    """Signals end a sweep: runs that are going on save, and no other starts."""
-
     def __init__(self, stop: Path) -> None:
         self.came: str | None = None
         self._stop = stop
@@ -235,14 +229,13 @@ class _Signals:
 
 
 def _steps(composed: Composed) -> int:
-    """Plan a run. Raises ConfigError and DataError."""
+    """Plans the run."""
     refuse_taken(composed.config.trainer.default_local_dir, composed.config.trainer.experiment_name)
     return make_plan(composed).sizes.total_steps or 0
 
 
 def _of_each(names: Sequence[str], num_runs: int, make: Callable[[str], T]) -> dict[str, T]:
-    """Raises ConfigError, or DataError if only data are wrong, with the problems of all and the runs of
-    each."""
+    """Raises ConfigError, or DataError if only data are wrong, with all problems and the runs of each."""
     made: dict[str, T] = {}
     problems: dict[str, list[str]] = {}
     of_data = True
@@ -263,7 +256,7 @@ def _of_each(names: Sequence[str], num_runs: int, make: Callable[[str], T]) -> d
 
 
 def _is_done(sweep: Sweep, point: Point) -> bool:
-    """Done with the configuration that it has now."""
+    """With the same configuration."""
     folder = sweep.folder / point.name
     if read_status(folder).get("state") != "done":
         return False
@@ -343,7 +336,6 @@ def _problems_of(axes: overrides.Axes, line: overrides.Line, hydras: Sequence[st
 
 
 def _file_options(command: Command) -> list[str]:
-    """For the command lines of runs."""
     names = ("config_path", "config_name", "config_dir")
     flags = ((name, getattr(command.options, name)) for name in names)
     return [f"--{name.replace('_', '-')}={value}" for name, value in flags if value]

@@ -16,17 +16,15 @@ from grpo_rl.errors import DataError
 
 BLOCK = 8 * 2**20
 LARGEST_ARRAY = 512 * 2**20
-"""Bytes: an array can only be read whole."""
+"""An array can only be read whole."""
 BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 _BLANK = (0x09, 0x0A, 0x0D, 0x20)
 
 
 class JsonLines(RowSource):
-    """One object a line, parsed when it is drawn; opening notes where each line starts, 16 bytes of memory a
-    row.
+    """Opening notes where each line starts, 16 bytes of memory a row; a line is parsed when it is drawn.
 
-    Blank lines are no rows. Of a larger file than `most_bytes` only the lines that end in about so many bytes
-    are there.
+    Blank lines are no rows. Of a larger file than `most_bytes` only its beginning is there.
     """
 
     def __init__(self, name: str, file: IO[bytes], num_bytes: int, most_bytes: int | None = None) -> None:
@@ -49,7 +47,6 @@ class JsonLines(RowSource):
 
 
 def open_json(name: str, path: Path, most_bytes: int | None = None) -> RowSource:
-    """Raises DataError for an empty file, a byte-order mark, and an array that is broken or too large."""
     file = path.open("rb")
     head = os.pread(file.fileno(), 4096, 0)
     if not head:
@@ -68,7 +65,7 @@ def open_json(name: str, path: Path, most_bytes: int | None = None) -> RowSource
 
 
 def parse_row(data: bytes, where: str, start: int = 0) -> dict[str, Any]:
-    """`start` is the line's place in the file. Raises BadRow and nothing else."""
+    """`start` is the line's place in the file."""
     row = _parsed(data, lambda line: where, start)
     if not isinstance(row, dict):
         raise BadRow(f"{where}: expected an object with the row's columns, found {type(row).__name__}")
@@ -76,7 +73,7 @@ def parse_row(data: bytes, where: str, start: int = 0) -> dict[str, Any]:
 
 
 def _parsed(data: bytes, where: Callable[[int], str], start: int = 0) -> Any:
-    """`where` gives the place of a line of the text. Raises BadRow and nothing else."""
+    """`where` gives the place of a line. Raises BadRow and nothing else."""
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -97,7 +94,8 @@ def _parsed(data: bytes, where: Callable[[int], str], start: int = 0) -> Any:
 
 
 def _index(file: IO[bytes], most_bytes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Start and end of each line that is not blank, in bytes, and its number from 1; None if no line is blank."""
+    """Start and end in bytes of each line that is not blank, and its number from 1; None if no line is
+    blank."""
     starts: list[np.ndarray] = []
     firsts: list[np.ndarray] = []
     base, at_start = 0, True

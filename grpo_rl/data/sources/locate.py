@@ -21,16 +21,13 @@ HUB_PREFIX = "hf:"
 _OF_DATASETS = ("cache-", "indices", "dataset_info.json", "state.json", "dataset_dict.json")
 """Files that `datasets` keeps beside saved rows."""
 FIRST_ROWS, FIRST_BYTES = 64, 16 * 2**20
-"""Rows of each file that are looked at before anything starts, and bytes in which lines are looked for."""
+"""Of each file, before anything starts."""
 LISTED = 10
 
 
 def open_source(name: str) -> RowSource:
-    """A file; a folder (`FOLDER?split=train` if it has splits); `task:NAME?option=value`;
-    `hf:owner/name?split=train`.
-
-    Raises DataError for what is not there, empty or broken as a whole, and ConfigError for an unknown option.
-    """
+    """`name`: a file; a folder (`FOLDER?split=train`); `task:NAME?option=value`;
+    `hf:owner/name?split=train`."""
     if name.startswith(TASK_PREFIX):
         rows = task_rows(name)
         return Rows(name, rows) if is_built_in(name) else UserRows(name, rows)
@@ -45,11 +42,7 @@ def open_source(name: str) -> RowSource:
 
 
 def data_files(name: str) -> list[tuple[str, Path]]:
-    """The files of a file or a folder, in the order of the rows, each as messages name it.
-
-    Raises DataError for what is not there, empty, no regular file or of an unknown kind; ConfigError for an
-    option.
-    """
+    """In the order of the rows, each as messages name it."""
     path, split = Path(name).expanduser(), None
     if not path.exists() and "?" in name:
         base, options = split_options(name, known=("split",))
@@ -103,7 +96,6 @@ def _is_data(file: Path) -> bool:
 
 
 def _from_hub(name: str) -> RowSource:
-    """A data set of the Hugging Face hub, or of a local folder as `datasets` reads one."""
     repository, options = split_options(name, known=("split", "config", "revision"))
     repository = repository.removeprefix(HUB_PREFIX)
     split = options.get("split")
@@ -141,7 +133,7 @@ def _named(files: list[Path]) -> str:
 
 
 def check_data_files(config: DataConfig, read: Callable[[dict[str, Any], str, DataConfig], Any] = example) -> list[str]:
-    """The problems of the data files, each with the file and its line or row, before anything is started.
+    """Problems of the data files, each with the file and its line or row.
 
     Of each file the first rows are read; `read` checks one and raises BadRow. Bad rows are ten lines at most,
     one for those that lack the same, and none under `data.on_bad_row=skip`. Of a task the first row is looked
@@ -171,7 +163,6 @@ def check_data_files(config: DataConfig, read: Callable[[dict[str, Any], str, Da
 
 
 def _heads(name: str) -> list[RowSource]:
-    """The beginning of each file. Raises DataError for one that cannot be used, or has no rows."""
     if name.startswith(TASK_PREFIX):
         try:
             return [Rows(name, [open_source(name).row(0)])]

@@ -19,7 +19,7 @@ from grpo_rl.errors import ConfigError, DataError, raised_in
 from grpo_rl.registry import calling_user_function, load_function
 
 HASHED_ROWS = 16
-"""Rows of each source whose content is part of the fingerprint, spread evenly."""
+"""In the fingerprint, spread evenly over each source."""
 Fingerprint = list[dict[str, Any]]
 
 
@@ -36,12 +36,12 @@ class RowSource(ABC):
         """Raises BadRow, with its place."""
 
     def where(self, index: int) -> str:
-        """The row's place as a message names it: `train.jsonl, line 3`."""
+        """As a message names the row: `train.jsonl, line 3`."""
         return f"{self.name}, row {index}"
 
 
 class Rows(RowSource):
-    """Rows of anything with a length that can be indexed: tasks, arrays, a user's class."""
+    """Of anything with a length that can be indexed: tasks, arrays, a user's class."""
 
     def __init__(self, name: str, rows: Sequence[Any], num_bytes: int = 0) -> None:
         self.name, self.num_bytes = name, num_bytes
@@ -72,9 +72,8 @@ class UserRows(Rows):
 def custom_source(files: Sequence[str], config: DataConfig, tokenizer: Any) -> RowSource:
     """The user's data set, `data.custom_cls`, as in verl: `cls(data_files=[...], tokenizer=..., config=...)`.
 
-    `config` is the `data` part of the configuration. `self[index]` gives the same row as a dict at any time:
-    rows are read when they are drawn, and again after a resume. Raises ConfigError for a class that is no
-    data set.
+    `self[index]` gives the same row as a dict at any time: rows are read when they are drawn, and again after
+    a resume.
     """
     name = f"{config.custom_cls.path}:{config.custom_cls.name}"
     kind = load_function(name, "data set class")
@@ -114,8 +113,7 @@ class Joined(RowSource):
 
 
 def split_options(spec: str, known: Sequence[str] = ()) -> tuple[str, dict[str, str]]:
-    """Of `NAME?option=value&...`. Raises ConfigError for another form, and for options other than `known`
-    ones."""
+    """Of `NAME?option=value&...`. Raises ConfigError."""
     name, _, query = spec.partition("?")
     options: dict[str, str] = {}
     for part in query.split("&") if query else []:
@@ -128,7 +126,6 @@ def split_options(spec: str, known: Sequence[str] = ()) -> tuple[str, dict[str, 
 
 
 def fingerprint_of(sources: Sequence[RowSource]) -> Fingerprint:
-    """Name, size in bytes, number of rows, and SHA-256 over some rows, of each source."""
     return [
         {
             "name": Path(source.name).name if source.num_bytes else source.name,
@@ -141,7 +138,6 @@ def fingerprint_of(sources: Sequence[RowSource]) -> Fingerprint:
 
 
 def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
-    """What changed, one line per source."""
     if len(before) != len(now):
         old, new = (", ".join(str(entry.get("name")) for entry in side) for side in (before, now))
         return [f"there were {len(before)} sources ({old}), now there are {len(now)} ({new})"]

@@ -25,7 +25,7 @@ READ_ROWS = 4096
 
 
 class Table(RowSource):
-    """An Arrow table, which may be larger than memory."""
+    """May be larger than memory."""
 
     def __init__(self, name: str, table: Any, num_bytes: int = 0) -> None:
         self.name, self.num_bytes = name, num_bytes
@@ -43,12 +43,8 @@ class Table(RowSource):
 
 
 def open_table(name: str, path: Path) -> Table:
-    """Raises DataError for a file that cannot be read.
-
-    A row group of parquet, up to a million rows, and a compressed batch of Arrow can only be read whole. The
-    file is therefore copied once, some thousand rows at a time, into an Arrow file without a name in the
-    system's temporary folder, which is gone with the process.
-    """
+    """A row group of parquet, up to a million rows, and a compressed batch of Arrow can only be read whole.
+    The file is therefore copied once into an Arrow file without a name in the system's temporary folder."""
     copy = tempfile.TemporaryFile()  # noqa: SIM115
     try:
         schema, batches = _batches(path, READ_ROWS)
@@ -63,7 +59,6 @@ def open_table(name: str, path: Path) -> Table:
 
 
 def first_rows(name: str, path: Path, num_rows: int) -> Table:
-    """Without a copy. Raises DataError for a file that cannot be read."""
     try:
         schema, batches = _batches(path, num_rows)
         return Table(name, pyarrow.Table.from_batches(itertools.islice(batches, 1), schema))
@@ -72,7 +67,6 @@ def first_rows(name: str, path: Path, num_rows: int) -> Table:
 
 
 def row_of(batch: Any, place: int, where: str) -> dict[str, Any]:
-    """Raises BadRow, with `where` and the column, for a value that cannot be read."""
     row = {}
     for column, values in zip(batch.schema.names, batch.columns, strict=True):
         try:
@@ -86,7 +80,7 @@ def row_of(batch: Any, place: int, where: str) -> dict[str, Any]:
 
 
 def _without_fillers(value: Any, in_list: bool = False) -> Any:
-    """Without the nulls of objects in lists: there Arrow gives every object the fields of all others."""
+    """In lists Arrow gives every object the fields of all others."""
     if isinstance(value, list):
         return [_without_fillers(part, in_list=True) for part in value]
     if isinstance(value, dict):
@@ -96,7 +90,7 @@ def _without_fillers(value: Any, in_list: bool = False) -> Any:
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """The file is complete or not there at all. Raises DataError for rows without common columns."""
+    """The file is complete or not there at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         if path.suffix == ".jsonl":
@@ -113,7 +107,7 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _batches(path: Path, num_rows: int) -> tuple[Any, Iterator[Any]]:
-    """The schema and the record batches, read one after the other; of parquet they have `num_rows` rows."""
+    """Batches of parquet have `num_rows` rows."""
     if path.suffix == ".parquet":
         # Without a buffer of its own a column of a row group, maybe gigabytes, would be read whole.
         file = pyarrow.parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False)

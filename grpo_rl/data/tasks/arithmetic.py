@@ -13,7 +13,7 @@ from grpo_rl.data.tasks.made_rows import LazyRows, Row, refuse, row_of, split_of
 from grpo_rl.errors import ConfigError
 
 TRIES_FOR_A_NEW_PROBLEM = 64
-"""Draws before a validation row may repeat an earlier problem; small splits run out of new ones."""
+"""Draws before a validation row may repeat an earlier problem."""
 
 
 class Problem(NamedTuple):
@@ -35,7 +35,7 @@ class Problem(NamedTuple):
 
 
 class Form(NamedTuple):
-    """Digits of the operands are at most 7, so that products are exact as floats."""
+    """At most 7 digits, so that products are exact as floats."""
 
     left_digits: int
     operation: str
@@ -89,7 +89,7 @@ def arithmetic(
 
 
 def _conversation(row: Row, problem: Problem, *, calls: bool) -> list[dict[str, str]]:
-    """With `calls` the demonstration calls the calculator, in the form of Qwen's models."""
+    """A call of the calculator has the form of Qwen's models."""
     if not calls:
         answer = row["extra_info"].get("demonstration", str(problem.answer))
         return [*row["prompt"], {"role": "assistant", "content": answer}]
@@ -116,7 +116,7 @@ def without_carries(problem: Problem) -> int:
 
 
 def split_of(problem: Problem) -> Literal["train", "val"]:
-    """By the problem's hash; 8+47 goes with 47+8."""
+    """8+47 goes with 47+8."""
     first, operation, right = problem
     if operation in "+*":
         first, right = max(first, right), min(first, right)
@@ -124,7 +124,6 @@ def split_of(problem: Problem) -> Literal["train", "val"]:
 
 
 def _draw_new(rng: random.Random, forms: list[Form], split: str, seen: set[Problem], *, must_carry: bool) -> Problem:
-    """Unseen if `TRIES_FOR_A_NEW_PROBLEM` draws of the split find one."""
     tries = 0
     while True:
         problem = _draw(rng, rng.choice(forms))

@@ -11,7 +11,6 @@ from grpo_rl.registry import out_of_bounds
 
 Row = dict[str, Any]
 VALIDATION_SHARE = 5
-"""One problem in so many is for validation."""
 
 
 def row_of(data_source: str, prompt: str, ground_truth: Any, extra_info: dict[str, Any], ability: str = "math") -> Row:
@@ -54,16 +53,13 @@ def refuse(name: str, *rules: tuple[bool, str]) -> None:
 
 
 def split_of_text(text: str) -> Literal["train", "val"]:
-    """By the hash of the text that distinguishes a problem from others."""
+    """`text` distinguishes a problem from others."""
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
     return "val" if int.from_bytes(digest[:8], "big") % VALIDATION_SHARE == 0 else "train"
 
 
 def typed_options(what: str, function: Callable[..., Any], texts: Mapping[str, str]) -> dict[str, Any]:
-    """`texts` as values of the types in the function's signature.
-
-    Raises ConfigError for text of another type, and with all values that are out of bounds.
-    """
+    """Values of the types in the function's signature. Raises ConfigError."""
     kinds = typing.get_type_hints(function)
     known = inspect.signature(function).parameters
     options = {key: _value(f"{what}: {key}", text, kinds.get(key, str)) for key, text in texts.items() if key in known}

@@ -26,10 +26,9 @@ for _name in ("countdown", "word_game", "grid_world"):
 
 @functools.lru_cache(maxsize=8)  # the plan counts the rows that are then read
 def task_rows(spec: str) -> Sequence[Row]:
-    """Rows in verl's format; not to be changed. Options are typed by the task function's signature.
+    """Rows in verl's format; not to be changed. Options have the types of the task function's signature.
 
-    Raises ConfigError for an unknown task or option, or a value of another type; DataError if a user's task
-    fails.
+    Raises ConfigError; DataError if a user's task fails.
     """
     name, texts = split_options(spec)
     name = name.removeprefix(PREFIX)

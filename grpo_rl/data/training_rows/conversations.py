@@ -1,8 +1,8 @@
 """Demonstrations: conversations to learn from, and which of their tokens the assistant wrote.
 
-A row has chat `messages` (as for verl's MultiTurnSFTDataset), or a prompt and a response, or it is a line of
-the rollouts that a run wrote. Its trained tokens are exactly those that the chat template makes of the
-assistant's turns.
+A row has chat `messages` (as for verl's MultiTurnSFTDataset), or a prompt and a response, or is a line of the
+rollouts that a run wrote. Trained are exactly the tokens that the chat template makes of the assistant's
+turns.
 """
 
 from __future__ import annotations
@@ -27,30 +27,29 @@ from grpo_rl.types import Batch
 ASSISTANT = "assistant"
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _OF_ROLLOUTS = ("prompt_length", "response_length", "finish_reason")
-"""Columns that a line of <run>/rollouts/step_N.jsonl has beside prompt and response."""
+"""Beside prompt and response, in <run>/rollouts/step_N.jsonl."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
     messages: list[dict[str, Any]]
     options: dict[str, Any] = field(default_factory=dict)
-    """The row's own arguments of the chat template: `tools`, `enable_thinking`."""
+    """Of the chat template: `tools`, `enable_thinking`."""
     of_strings: bool = False
     """Prompt and response are plain strings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A sampled response as a run logged it; the prompt is the text that the model saw."""
+    """A sampled response as a run logged it; `prompt` is the text that the model saw."""
 
     prompt: str
     response: str
     prompt_length: int
-    """Tokens of the prompt in that run."""
+    """Tokens in that run."""
     ends: bool
-    """The response ended by itself, with an end token that its text does not show."""
+    """With an end token that the text does not show."""
     response_ids: Any = None
-    """The sampled tokens, if the row has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,6 @@ class Demonstration:
 
 
 def conversation(row: dict[str, Any], where: str, config: DataConfig) -> Chat | Rendered:
-    """Raises BadRow."""
     check_row(row, where)
     if config.messages_key in row:
         return Chat(_messages(row[config.messages_key], where, config.messages_key), _options(row, where, config))
@@ -86,7 +84,6 @@ def conversation(row: dict[str, Any], where: str, config: DataConfig) -> Chat | 
 
 
 def _messages(value: Any, where: str, key: str) -> list[dict[str, Any]]:
-    """Raises BadRow unless the assistant answers something in the messages."""
     messages = messages_of(value, where, key)
     for number, message in enumerate(messages):
         if message["role"] == ASSISTANT and not message["content"].strip() and not message.get("tool_calls"):
@@ -115,8 +112,6 @@ def _options(row: dict[str, Any], where: str, config: DataConfig) -> dict[str, A
 
 
 class Tokenizing:
-    """From conversations to tokens, of which it finds those that the assistant wrote."""
-
     def __init__(self, renderer: Renderer) -> None:
         self.renderer, self.tokenizer, self._ids = renderer, renderer.tokenizer, renderer.words.ids
         self.num_from_text = 0
@@ -163,14 +158,13 @@ class Tokenizing:
         return _answer(prompt_ids, response_ids)
 
     def _plain(self, prompt: str, response: str, where: str) -> Demonstration:
-        """Without a template a text goes on with the response, and ends with the end-of-sequence token."""
+        """The response ends with the end-of-sequence token."""
         words = self.renderer.words
         prompt_ids = words.ids(words.marked(prompt), add_special_tokens=True)
         return _predictable(_answer(prompt_ids, [*self._ids(words.marked(response)), self.tokenizer.eos_token_id]), where)
 
     @cached_property
     def _has_marks(self) -> bool:
-        """Whether the chat template has `{% generation %}`."""
         template = self.renderer.options.get("chat_template") or self.tokenizer.get_chat_template()
         return _GENERATION_MARK.search(template) is not None
 
@@ -185,7 +179,7 @@ class Tokenizing:
         return _predictable(Demonstration(token_ids[: positions[-1] + 1], positions), where)
 
     def _by_growth(self, messages: list[dict[str, Any]], chat: Chat, where: str) -> Demonstration:
-        """Trained are the tokens that a turn of the assistant adds, if the template does nothing but add."""
+        """Trained is what a turn of the assistant adds, if the template does nothing but add."""
         texts = self._growing(messages, chat, where)
         ids = self.renderer.words.encode(texts, add_special_tokens=False)["input_ids"]
         if any(longer[: len(shorter)] != shorter for shorter, longer in itertools.pairwise(ids)):
@@ -195,8 +189,7 @@ class Tokenizing:
         return _predictable(Demonstration(token_ids, np.concatenate(spans)), where)
 
     def _growing(self, messages: list[dict[str, Any]], chat: Chat, where: str) -> list[str]:
-        """The text before and after every assistant turn, each of which has to begin with the one before
-        it."""
+        """The text before and after every assistant turn, each a continuation of the one before it."""
         texts: list[str] = []
         for number, message in enumerate(messages):
             if message["role"] != ASSISTANT:
@@ -212,10 +205,11 @@ class Tokenizing:
         return texts
 
     def _in_pieces(self, texts: Sequence[str], where: str) -> list[list[int]]:
-        """The tokens of the growing texts, each piece tokenized by itself.
+        """Each piece is tokenized by itself if a token would reach from the prompt into the answer, as a
+        newline may.
 
-        Needed if a token would reach from the prompt into the answer, as a newline may: the model answers
-        after the prompt's own tokens. Raises BadRow if the tokenizer puts something between the pieces.
+        The model answers after the prompt's own tokens. Raises BadRow if the tokenizer puts something between
+        pieces.
         """
         ids: list[list[int]] = []
         done = ""
@@ -237,14 +231,12 @@ def _answer(prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Demonstrati
 
 
 def _predictable(demonstration: Demonstration, where: str) -> Demonstration:
-    """Raises BadRow if the first trained token has none before it."""
     if demonstration.positions[0] == 0:
         raise BadRow(f"{where}: the assistant's first token has nothing before it, so no model can predict it")
     return demonstration
 
 
 def _rewritten(old: str, new: str, what: str) -> str:
-    """What a template made of the same messages before and with one more."""
     old, new = unmarked(old), unmarked(new)
     place = next((n for n, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
     start = max(0, place - 20)
@@ -284,20 +276,18 @@ class DemonstrationSet(TrainingSet[Demonstration]):
 
 
 def cut_to(demonstration: Demonstration, limit: int, side: str) -> Demonstration:
-    """`left` and `right` cut off that side, `middle` keeps both ends."""
     places = truncate(np.arange(len(demonstration.token_ids)), limit, side)
     positions = np.flatnonzero(np.isin(places, demonstration.positions))
     return Demonstration(demonstration.token_ids[places], positions[positions > 0])
 
 
 def supervised_batch(demonstrations: Sequence[Demonstration]) -> Batch:
-    """Each demonstration is a group of its own."""
     prompt_lengths = [int(demonstration.positions[0]) for demonstration in demonstrations]
     return batch_of_sequences(demonstrations, prompt_lengths, rewards=1.0)
 
 
 def task_demonstrations(task: str, tokenizer: Any) -> list[Demonstration]:
-    """One for each row of `task:NAME?...`, for the supervised warm start of an embedded model."""
+    """For the supervised warm start of an embedded model."""
     made, truth = (DataConfig(response_key=key) for key in ("extra_info.demonstration", "reward_model.ground_truth"))
     tokenizing = Tokenizing(Renderer(truth, tokenizer))
     demonstrations = []

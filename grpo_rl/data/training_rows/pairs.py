@@ -1,10 +1,9 @@
-"""Preference pairs: a prompt with a chosen and a rejected answer, from files or from groups of scored
-rollouts.
+"""Preference pairs, from files or from groups of scored rollouts.
 
 The formats are TRL's and OpenRLHF's: columns `chosen` and `rejected`, and mostly `prompt`, each a plain text
 or a list of chat messages. Without a prompt column it is what both answers begin with. `margin` says by how
-much the chosen answer is better. A labelled row, for `kto`, has `completion` and `label`: true if it is
-desirable (TRL's unpaired preferences).
+much the chosen answer is better. A labelled row, for `kto`, has `completion` and `label` (TRL's unpaired
+preferences).
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ T = TypeVar("T")
 
 
 PairTexts = tuple[Asked, str, str, float | None]
-"""Prompt, chosen and rejected answer, and the margin if the row has one."""
+"""Prompt, chosen and rejected answer, margin."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Tokens (int32), each answer with the end-of-sequence token."""
+    """int32; each answer with the end-of-sequence token."""
 
     prompt_ids: np.ndarray
     chosen_ids: np.ndarray
@@ -44,8 +43,7 @@ class Pair:
 
 
 def pair_texts(row: dict[str, Any], where: str, config: DataConfig, *, with_margin: bool = False) -> PairTexts:
-    """Raises BadRow for a missing or empty side, two equal sides, sides that are no answer to one prompt, and
-    columns of another type."""
+    """Raises BadRow, also for two equal sides, and sides that are no answer to one prompt."""
     check_row(row, where)
     chosen, rejected = (column(row, key, where) for key in (config.chosen_key, config.rejected_key))
     prompt = column(row, config.prompt_key, where, optional=True)
@@ -67,7 +65,6 @@ def pair_texts(row: dict[str, Any], where: str, config: DataConfig, *, with_marg
 
 
 def _of_texts(prompt: Any, chosen: Any, rejected: Any, where: str, config: DataConfig) -> tuple[Asked, str, str]:
-    """Of answers that are plain texts."""
     for key, text in ((config.chosen_key, chosen), (config.rejected_key, rejected)):
         expect(text, str, where, key, "a text, or a list of {role, content} messages")
     if prompt is not None:
@@ -91,7 +88,7 @@ def _of_texts(prompt: Any, chosen: Any, rejected: Any, where: str, config: DataC
 
 
 def _of_messages(prompt: Any, chosen: Any, rejected: Any, where: str, config: DataConfig) -> tuple[Asked, str, str]:
-    """Of answers that are one message from the assistant, or a conversation that ends with it."""
+    """Answers are one message from the assistant, or a conversation that ends with it."""
     sides = []
     for key, side in ((config.chosen_key, chosen), (config.rejected_key, rejected)):
         expect(side, list, where, key, "a list of {role, content} messages, as the other side has")
@@ -141,12 +138,11 @@ class PairSet(TrainingSet[Pair]):
 
 
 IDS_OF_PAIR = ("chosen_ids", "rejected_ids")
-"""Columns with the tokens of two answers that a run has sampled."""
+"""Columns with the tokens of sampled answers."""
 
 
 def tokenized_pair(texts: PairTexts, renderer: Renderer, where: str, sampled: Sequence[Any] = (None, None)) -> Pair:
-    """Answers that a run `sampled` keep their tokens. Raises BadRow for a prompt without tokens, and equal
-    answers."""
+    """Answers that a run `sampled` keep their tokens. Raises BadRow."""
     prompt, *answers, margin = texts
     prompt_ids, made = _tokens(prompt, answers, renderer, where)
     ids = [renderer.sampled(ids, answer) for ids, answer in zip(sampled, answers, strict=True)]
@@ -160,7 +156,6 @@ def tokenized_pair(texts: PairTexts, renderer: Renderer, where: str, sampled: Se
 
 
 def _tokens(prompt_row: Asked, answers: Sequence[str], renderer: Renderer, where: str) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Tokens (int32) as the chat template makes them. Raises BadRow for a prompt without any."""
     prompt = renderer.render(prompt_row, where)
     texts = [renderer.answer(prompt_row, prompt, answer, where) for answer in answers]
     (prompt_ids,) = renderer.tokenize([prompt_row], [prompt])
@@ -173,7 +168,7 @@ def _tokens(prompt_row: Asked, answers: Sequence[str], renderer: Renderer, where
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """Tokens (int32) of a prompt and an answer, and whether it is desirable."""
+    """Tokens are int32."""
 
     prompt_ids: np.ndarray
     answer_ids: np.ndarray
@@ -181,7 +176,6 @@ class Labelled:
 
 
 def labelled_texts(row: dict[str, Any], where: str, config: DataConfig) -> tuple[Asked, str, bool]:
-    """Raises BadRow, with the place."""
     check_row(row, where)
     prompt = prompt_of(column(row, config.prompt_key, where), where, config.prompt_key)
     answer, label = column(row, "completion", where), column(row, "label", where)
@@ -226,7 +220,7 @@ class LabelledSet(TrainingSet[Labelled]):
 
 
 def pair_batch(pairs: Sequence[Pair]) -> Batch:
-    """Two rollouts for each pair, the chosen one first: pair p is group p."""
+    """The chosen one of each pair is first: pair p is group p."""
     prompts = [pair.prompt_ids for pair in pairs for _ in range(2)]
     answers = [ids for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)]
     pieces = [ids for ids_of_pair in zip(prompts, answers, strict=True) for ids in ids_of_pair]
@@ -244,16 +238,17 @@ def pair_batch(pairs: Sequence[Pair]) -> Batch:
 
 
 def _margins(pairs: Sequence[Pair]) -> torch.Tensor | None:
-    """On both rollouts of each pair, 0 if a row has none; None if no row has one."""
+    """On both rollouts of each pair; None if no row has one."""
     if all(pair.margin is None for pair in pairs):
         return None
     return torch.tensor([pair.margin or 0.0 for pair in pairs]).repeat_interleave(2)
 
 
 def pairs_of_groups(rollouts: Sequence[Rollout]) -> list[tuple[Rollout, Rollout]]:
-    """The best and the worst rollout of each group by reward, in order of appearance; ties go to the smaller
-    sample index. Groups with equal rewards give no pair, nor do rollouts without a reward or tokens, nor
-    equal responses."""
+    """The best and the worst rollout of each group by reward; ties go to the smaller sample index.
+
+    Groups with equal rewards give no pair, nor do rollouts without a reward or tokens, nor equal responses.
+    """
     groups: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
         members = groups.setdefault(rollout.prompt.uid, [])
@@ -266,13 +261,12 @@ def pairs_of_groups(rollouts: Sequence[Rollout]) -> list[tuple[Rollout, Rollout]
 
 
 def best_and_worst(members: Sequence[T], reward: Callable[[T], float], sample: Callable[[T], int]) -> tuple[T, T]:
-    """Ties go to the smallest sample index."""
     in_order = sorted(members, key=sample)
     return max(in_order, key=reward), min(in_order, key=reward)
 
 
 def with_sides(batch: Batch) -> Batch:
-    """`chosen_N` of alternating sides, and 1 and -1 as advantages: the way each side is pushed."""
+    """Advantages are 1 and -1: the way each side is pushed."""
     chosen_N: Tensor = torch.arange(batch.num_rollouts) % 2 == 0
     advantages_T = torch.where(chosen_N, 1.0, -1.0).repeat_interleave(batch.trained_lengths_N)
     return batch.replace(chosen_N=chosen_N, advantages_T=advantages_T)

@@ -1,8 +1,8 @@
 """Solutions whose steps are rated, for process reward models, in the form of TRL's stepwise supervision.
 
-A row has `prompt`, `completions` (the steps) and `labels`: true or false, or a number from 0 (bad) to 1
-(good); a step with null is read and not trained. PRM800K (arXiv 2305.20050) and Math-Shepherd (arXiv
-2312.08935) are published so as trl-lib/prm800k and trl-lib/math_shepherd.
+`labels` of the steps in `completions` are true or false, or numbers from 0 (bad) to 1 (good); a step with
+null is read and not trained. PRM800K (arXiv 2305.20050) and Math-Shepherd (arXiv 2312.08935) are published so
+as trl-lib/prm800k and trl-lib/math_shepherd.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from grpo_rl.errors import ConfigError
 from grpo_rl.types import Batch
 
 RatedTexts = tuple[Asked, list[str], list[float | None]]
-"""The prompt, its steps, and the label of each from 0 to 1; None: it has none."""
+"""The prompt, its steps, and the label of each from 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class RatedSteps:
     token_ids: np.ndarray
-    """int32 [tokens]: prompt and steps."""
+    """int32 [tokens]"""
     prompt_length: int
     positions: np.ndarray
     """int64 [labelled steps]: their last tokens, ascending"""
@@ -38,7 +38,6 @@ class RatedSteps:
 
 
 def rated_row(row: dict[str, Any], where: str, config: DataConfig) -> RatedTexts:
-    """Raises BadRow, with the place."""
     check_row(row, where)
     prompt = prompt_of(column(row, config.prompt_key, where), where, config.prompt_key)
     steps, labels = column(row, "completions", where), column(row, "labels", where)
@@ -70,7 +69,6 @@ class RatedStepSet(TrainingSet[RatedSteps]):
     ways_out = "Raise data.max_length, or drop such rows with data.filter_overlong_prompts=true"
 
     def __init__(self, files: Sequence[str], config: Config, tokenizer: Any, **options: Any) -> None:
-        """Raises ConfigError for a tokenizer that does not say where its tokens begin."""
         if not getattr(tokenizer, "is_fast", False):
             raise ConfigError("reward.reward_model.step_separator: needs a fast tokenizer, which says where each token begins")
         super().__init__(files, config, tokenizer, **options)
@@ -85,7 +83,7 @@ class RatedStepSet(TrainingSet[RatedSteps]):
 
 
 def tokenized_steps(texts: RatedTexts, renderer: Renderer, separator: str, where: str) -> RatedSteps:
-    """The rendered prompt, and the steps with the separator behind each: it tells nothing of a label.
+    """The separator stands behind each step: it tells nothing of a label.
 
     A step ends with the token of its last character, the separator included, as for a reward model
     (`rewards/models/rendering.py`). Raises BadRow for two steps that end in one token.
@@ -115,6 +113,6 @@ def tokenized_steps(texts: RatedTexts, renderer: Renderer, separator: str, where
 
 
 def rated_batch(rows: Sequence[RatedSteps]) -> Batch:
-    """Each solution is a group of its own; trained are the ends of the labelled steps."""
+    """Each solution is a group; trained are the ends of the labelled steps."""
     labels_T = torch.from_numpy(np.concatenate([row.labels for row in rows]))
     return batch_of_sequences(rows, [row.prompt_length for row in rows], rewards=0.0, labels_T=labels_T)

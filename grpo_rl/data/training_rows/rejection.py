@@ -20,12 +20,11 @@ _OF_LOG = (
     *("prompt", "response", "token_ids", "reward", "data_source", "ground_truth", "uid", "sample", "finish_reason"),
     *("prompt_length", "response_length"),
 )
-"""Columns of the log of rollouts that a collected row has."""
+"""Columns of a collected row."""
 _COLUMNS = ("prompt_key", "response_key", "chosen_key", "rejected_key", "messages_key", "custom_cls", "system_prompt")
 
 
 def parts_of(config: Config, num_prompts: int) -> list[range]:
-    """The prompts that are sampled at a time, by their rows."""
     size = gen_batch_size(config)
     return [range(start, min(start + size, num_prompts)) for start in range(0, num_prompts, size)]
 
@@ -37,7 +36,7 @@ def reading(config: Config, file: str) -> Config:
 
 
 class Kept:
-    """Chooses rows in their order: no response twice for a prompt, and at most `max_per_prompt` of them."""
+    """Chooses rows in their order: no response twice for a prompt, and at most `max_per_prompt`."""
 
     def __init__(self, rejection: RejectionConfig) -> None:
         self.rejection = rejection
@@ -46,7 +45,6 @@ class Kept:
         self._of_prompt: Counter[bytes] = Counter()
 
     def takes(self, row: dict[str, Any]) -> bool:
-        """Whether the row is kept; counts it."""
         prompt = _digest(row["prompt"])
         answer = _digest([row["prompt"], row.get("response"), row.get("chosen"), row.get("rejected")])
         if self.rejection.deduplicate and answer in self._seen:
@@ -62,7 +60,6 @@ class Kept:
 
 
 def answer_rows(records: Sequence[Mapping[str, Any]], min_reward: float) -> Rows:
-    """Rows for `data.responses=rows` of responses with text and a reward of at least `min_reward`."""
     accepted = [row for row in records if row["reward"] is not None and row["reward"] >= min_reward and row["response"].strip()]
     return [{name: record[name] for name in _OF_LOG} for record in accepted]
 

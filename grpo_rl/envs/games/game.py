@@ -1,5 +1,4 @@
-"""Games: rows with conversations of random play, and an environment that counts turns and pays by
-progress."""
+"""Rows with conversations of random play, and an environment that counts turns and pays by progress."""
 
 from __future__ import annotations
 
@@ -16,12 +15,12 @@ from grpo_rl.errors import ConfigError
 Wording = Literal["words", "short"]
 """`words` for a model that was trained on English, `short` for a small one of single characters."""
 Play = Literal["none", "random"]
-"""`random`: the row's `messages` are a whole game with random moves, to learn the form of the game from."""
+"""`random`: the row's `messages` are a whole game with random moves, to learn its form from."""
 Rewards = Literal["end", "turns"]
 
 
 def random_play(row: Row, game: Game, move: Callable[[], str], turns: int) -> Row:
-    """The row with `messages`: moves, each with the game's answer, until it is solved or `turns` are over."""
+    """The row with `messages`: moves, each with the game's answer."""
     game.begin(Start("", game.name, (), row["reward_model"]["ground_truth"], row["extra_info"]))
     messages: list[Message] = list(row["prompt"])
     for turn in range(turns):
@@ -45,16 +44,15 @@ def episodes(*, num_rows: Count = 8192, prompt: str = "Play the game.", data_sou
 @dataclass(frozen=True, slots=True)
 class MoveResult:
     text: str = ""
-    """What the policy reads; empty if the game is over."""
     solved: bool = False
     progress: float = 0.0
-    """Of the game, or the quality of the move, from 0 to 1, if it is not solved."""
+    """Of the game, or the quality of the move, from 0 to 1."""
     malformed: bool = False
-    """The move could not be read: it costs its turn."""
+    """It costs its turn."""
 
 
 class Game(ABC):
-    """A game of one player: a turn is a move, and an episode ends when it is solved or its turns are used up.
+    """A turn is a move, and an episode ends when it is solved or its turns are used up.
 
     An episode is worth 1 if it is solved, else `partial` times the mean progress of its turns. `rewards=end`
     gives that to the last turn; `rewards=turns` gives each turn its share of `partial` and the solving one
@@ -74,7 +72,6 @@ class Game(ABC):
         self._worth = 0.0
 
     async def reset(self, start: Start) -> Observation:
-        """Raises ValueError if it is no row of this game."""
         try:
             self.begin(start)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -103,7 +100,7 @@ class Game(ABC):
         return
 
     def state(self) -> str | None:
-        """The state of the game, if it is another than what the last answer says: see `Observation.state`."""
+        """If it is another than what the last answer says: see `Observation.state`."""
         return None
 
     @abstractmethod
@@ -112,4 +109,4 @@ class Game(ABC):
 
     @abstractmethod
     def move(self, text: str) -> MoveResult:
-        """May take its time: each episode has a thread of its own."""
+        """Each episode has a thread of its own."""

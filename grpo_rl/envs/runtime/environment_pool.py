@@ -1,4 +1,4 @@
-"""The environment processes of a run: which episode is in which, deadlines, and lost processes."""
+"""The environment processes of a run: which episode is in which, deadlines, and losses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from grpo_rl.errors import ClusterError
 from grpo_rl.processes.child import START_S, Child, OutputLog, encode
 
 SEND_S = 5.0
-"""Seconds after which a process that takes no messages counts as lost."""
+"""After which a process that takes no messages is lost."""
 
 What = Literal["answered", "failed", "timeout", "lost"]
 Op = Literal["start", "reset", "step", "close"]
@@ -27,8 +27,6 @@ Op = Literal["start", "reset", "step", "close"]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """The outcome of a `begin` or a `step`."""
-
     episode: str
     what: What
     answer: Mapping[str, Any] | None = None
@@ -48,8 +46,7 @@ class EnvironmentProcess:
         threading.Thread(target=self._read, args=(inbox,), daemon=True).start()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Kills a process that takes nothing more. Raises ValueError or TypeError for what is no plain
-        data."""
+        """Kills a process that takes nothing more."""
         body = encode(message)
         try:
             self.child.send(body, SEND_S)
@@ -57,12 +54,10 @@ class EnvironmentProcess:
             self.child.kill()
 
     def obituary(self) -> str:
-        """How the process ended, with the last that it printed."""
         how = self.child.how_it_ended(TimeoutError("the process does not answer any more"))
         return self.child.with_last_output(how.replace("the process", "the environment process", 1))
 
     def _read(self, inbox: queue.SimpleQueue[Any]) -> None:
-        """Until the process has gone or writes something that is no message."""
         with contextlib.suppress(OSError, EOFError, ValueError):
             while isinstance(message := self.child.receive(), dict):
                 inbox.put((self, message))
@@ -72,8 +67,6 @@ class EnvironmentProcess:
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """Work of a process that is waited for."""
-
     episode: str
     process: EnvironmentProcess
     began: float
@@ -84,7 +77,7 @@ class _Asked:
 
 
 class EnvironmentPool:
-    """Environments of many episodes in a few processes. Used from one thread; nothing but `events` waits.
+    """Used from one thread; nothing but `events` waits.
 
     An episode whose answer is late has to be ended: what works on it is cancelled. Work that does not end
     then, because it computes or blocks, retires its process, which gets no further episodes and ends with its
@@ -103,10 +96,9 @@ class EnvironmentPool:
         logs: Sequence[Path] = (),
         inbox: queue.SimpleQueue[Any] | None = None,
     ) -> None:
-        """Start the processes, each for `max_episodes` at a time, with one of `logs` each.
+        """Each process takes `max_episodes` at a time; `memory_limit` is its address space in bytes.
 
-        `memory_limit` is the address space of a process in bytes. Another thread makes a call by putting
-        (None, (method, arguments)) into `inbox`.
+        Another thread makes a call by putting (None, (method, arguments)) into `inbox`.
         """
         self.max_episodes, self.step_timeout_s = max_episodes, step_timeout_s
         self._message = {"host": dataclasses.asdict(host), "memory_limit": memory_limit}
@@ -116,16 +108,16 @@ class EnvironmentPool:
         self._asked: dict[int, _Asked] = {}
         """By serial number."""
         self._serial_of: dict[str, int] = {}
-        """The work that each episode waits for, closing left out."""
+        """Without closing."""
         self._place: dict[str, EnvironmentProcess] = {}
         self._waiting: deque[tuple[str, dict[str, Any]]] = deque()
-        """Episodes for which there is no room yet."""
+        """Without room yet."""
         self._closed = False
         self._tried_again: set[int] = set()
-        """Numbers of the processes whose first start ended before they were ready."""
+        """Processes whose first start ended before they were ready."""
         self._processes = [self._start(number) for number in range(num_workers)]
         self._retired: list[EnvironmentProcess] = []
-        """They get no further episodes, because some work in them cannot be ended."""
+        """Without further episodes, because some work cannot be ended."""
 
     @property
     def pids(self) -> list[int]:
@@ -156,7 +148,7 @@ class EnvironmentPool:
         self._admit()
 
     def events(self, wait_s: float = 0.0) -> list[Event]:
-        """Wait up to `wait_s` for the first event. Raises ClusterError if processes cannot be started."""
+        """Raises ClusterError if processes cannot be started."""
         until = time.monotonic() + wait_s
         events: list[Event] = []
         while True:
@@ -189,14 +181,13 @@ class EnvironmentPool:
         return process
 
     def _note(self, process: EnvironmentProcess, episode: str, op: Op, limit_s: float) -> int:
-        """Returns the work's serial number."""
+        """Returns the serial number."""
         serial, start_time = next(self._serials), time.monotonic()
         self._asked[serial] = _Asked(episode, process, start_time, op, start_time + limit_s)
         return serial
 
     def _admit(self) -> None:
-        """Give waiting episodes to the processes with the fewest, once all are ready: the first would get
-        all."""
+        """Once all processes are ready: the first would get all episodes."""
         while self._waiting and all(process.is_ready for process in self._processes):
             process = min(self._processes, key=lambda candidate: len(candidate.episodes))
             if len(process.episodes) >= self.max_episodes:
@@ -267,21 +258,19 @@ class EnvironmentPool:
         return events
 
     def _retire(self, process: EnvironmentProcess) -> None:
-        """Give a process no further episodes, and start another in its place."""
         if process in self._processes:
             self._processes[self._processes.index(process)] = self._start(process.number)
             self._retired.append(process)
         self._end_empty()
 
     def _end_empty(self) -> None:
-        """Kill the retired processes that have no episode, and none to close."""
         busy = {work.process for work in self._asked.values()}
         for process in [candidate for candidate in self._retired if not candidate.episodes and candidate not in busy]:
             self._retired.remove(process)
             process.child.kill()
 
     def _ended(self, process: EnvironmentProcess) -> list[Event]:
-        """The episodes of the process are lost; another process takes its place."""
+        """Another process takes its place."""
         if self._closed:
             return []
         cause = process.obituary()

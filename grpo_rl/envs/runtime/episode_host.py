@@ -1,8 +1,7 @@
-"""An environment process and the episodes in it: each has its tools and its environment, and answers
-assistant turns.
+"""An environment process and the episodes in it.
 
-`environment_pool.py` starts it; it loads no torch. Every episode has an event loop of its own, and each
-answer is worked out in a thread: an environment that blocks holds up no other episode.
+It loads no torch. Every episode has an event loop of its own, and each answer is worked out in a thread: an
+environment that blocks holds up no other episode.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from grpo_rl.processes.child import LONGEST_CAUSE, Parent, serve
 from grpo_rl.rewards.contract import LARGEST_REWARD
 
 _shown: set[str] = set()
-"""Tools of which this process has shown an error in its log."""
+"""Tools of which the log has an error already."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostSetup:
-    """Plain values, so that they can be sent to a process."""
+    """Plain values, which can be sent to a process."""
 
     environment: Named | None
     tools: tuple[Named, ...] = ()
@@ -45,7 +44,6 @@ class HostSetup:
 
     @staticmethod
     def read(values: Mapping[str, Any]) -> HostSetup:
-        """Of `dataclasses.asdict`."""
         environment = values["environment"]
         tools = tuple(Named(**entry) for entry in values["tools"])
         return HostSetup(**{**values, "environment": None if environment is None else Named(**environment), "tools": tools})
@@ -75,10 +73,7 @@ class EpisodeHost:
         return _plain(Observation() if self.environment is None else await _result(self.environment.reset, start))
 
     async def step(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer a turn: by its tool calls, else by the environment; without one it was the last.
-
-        A turn that was cut off, or that is the last one allowed, calls no tools.
-        """
+        """A turn that was cut off, or that is the last one allowed, calls no tools."""
         turn_fields = dict(values)
         is_last, token_ids = turn_fields.pop("is_last"), np.asarray(turn_fields.pop("token_ids"), dtype=np.int32)
         turn = Turn(**turn_fields, token_ids=token_ids)
@@ -95,7 +90,7 @@ class EpisodeHost:
         return _plain(answer, counts)
 
     async def close(self) -> None:
-        """Release the environment and every tool, whichever of them fail at it."""
+        """All of them, whichever fail."""
         holders: list[Any] = [*self.tools.values(), *([] if self.environment is None else [self.environment])]
         results = await asyncio.gather(*(_result(holder.close) for holder in holders), return_exceptions=True)
         for result in results:
@@ -103,7 +98,7 @@ class EpisodeHost:
                 raise result
 
     async def _with_calls(self, turn: Turn, counts: Counter[str]) -> Observation:
-        """Run the calls side by side; what could not be read goes back to the policy like a failed call."""
+        """What could not be read goes back to the policy like a failed call."""
         calls = turn.tool_calls[: self.setup.max_parallel_calls]
         counts["left_out_calls"] += len(turn.tool_calls) - len(calls)
         counts["tool_calls"] += len(calls)
@@ -124,7 +119,6 @@ class EpisodeHost:
         return Observation(messages, sum(rewards) if rewards else None)
 
     async def _call(self, call: ToolCall, counts: Counter[str]) -> ToolResult:
-        """Whatever goes wrong with a call is a result that says so."""
         tool = self.tools.get(call.name)
         if tool is None:
             result = _failed(f"there is no tool {call.name!r}; there is {', '.join(sorted(self.tools))}")
@@ -157,7 +151,7 @@ class EpisodeHost:
 
 
 async def _result(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a user's method; one that is no coroutine runs in a thread."""
+    """One that is no coroutine runs in a thread."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments)
     result = await asyncio.to_thread(function, *arguments)
@@ -169,7 +163,6 @@ def _failed(reason: str) -> ToolResult:
 
 
 def _plain(found: Observation, counts: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Raises if no episode can go on with it."""
     if not isinstance(found, Observation):
         raise TypeError(f"the environment returned a {type(found).__name__}, not an Observation")
     return {
@@ -185,7 +178,6 @@ def _plain(found: Observation, counts: Mapping[str, int] | None = None) -> dict[
 
 
 def checked(message: Any) -> Message:
-    """Raises TypeError for a message that no template renders."""
     if not isinstance(message, Mapping) or not all(isinstance(message.get(part), str) for part in ("role", "content")):
         raise TypeError(f"a message is {{role, content}} with texts, not {message!r:.80}")
     if message["role"] not in ("user", "tool", "system"):
@@ -194,7 +186,7 @@ def checked(message: Any) -> Message:
 
 
 def cut(text: str, length: int, side: str) -> str:
-    """At most `length` characters, with a mark if some are left out (as verl does)."""
+    """With a mark if something is left out (as verl does)."""
     if len(text) <= length:
         return text
     if side == "left":
@@ -213,19 +205,17 @@ def _finite(value: Any) -> float:
 
 
 CANCEL_S = 1.0
-"""Seconds within which work that is cancelled ends, and a process notices that it is."""
+"""For cancelled work to end, and for a process to notice."""
 
 
 class Episodes:
-    """The episodes of this process, by the names that the parent gives them."""
-
     def __init__(self, setup: HostSetup, parent: Parent) -> None:
         self._parent, self._setup = parent, setup
         self._hosts: dict[str, tuple[EpisodeHost, asyncio.AbstractEventLoop]] = {}
         self._threads: dict[str, threading.Thread] = {}
-        """Of the last work on each."""
+        """The last work on each episode."""
         self._tasks: dict[str, asyncio.Task[Any]] = {}
-        """The work on each that has not ended."""
+        """That has not ended."""
 
     def handle(self, message: dict[str, Any]) -> None:
         """The reply follows from another thread."""
@@ -261,7 +251,7 @@ class Episodes:
                     closed[1].close()
 
     def _cancelled(self, name: str, thread: threading.Thread) -> bool:
-        """Cancel the work on an episode, and return whether its thread has ended."""
+        """Whether the work's thread has ended."""
         if (task := self._tasks.get(name)) is not None:
             with contextlib.suppress(RuntimeError):  # its loop has ended meanwhile
                 task.get_loop().call_soon_threadsafe(task.cancel)

@@ -1,5 +1,3 @@
-"""A calculator, whose expression is read and never run, and a judge of answers."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -39,7 +37,7 @@ READ = "numbers, + - * / ** and brackets are read, without a division by zero, a
 
 
 def calculated(expression: str) -> str:
-    """Raises NoExpression for other text, and for results of more than 30 digits."""
+    """Raises NoExpression, also for results of more than 30 digits."""
     value, _ = typed_value(expression)
     if isinstance(value, complex):
         if value.imag:

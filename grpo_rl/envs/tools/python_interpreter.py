@@ -58,14 +58,14 @@ while True:
     data = text.encode(errors="replace")
     write(failed + len(data).to_bytes(4, "little") + data)
 """
-"""Takes a cell (length, text) from its line and answers (failed or not, length, what was printed)."""
+"""Takes a cell (length, text) and answers (failed or not, length, what was printed)."""
 BYTES_OF_A_CHARACTER = 4
 LONGEST_CODE = 1 << 20
 _FENCED = re.compile(r"\s*```(?:python|py)?[ \t]*\n(.*?)```\s*", re.DOTALL)
 
 
 class Ended(Exception):
-    """The interpreter is gone, by its own doing or by a limit; the text says how."""
+    """By the code's own doing or by a limit, which the text says."""
 
 
 class PythonInterpreter(SimpleTool):
@@ -124,7 +124,6 @@ class PythonInterpreter(SimpleTool):
             await asyncio.to_thread(sandbox.close)
 
     def _started(self) -> tuple[Sandbox, socket.socket]:
-        """A sandbox whose program waits for cells, and the line to it. Raises SandboxUnavailable."""
         parent_socket, child_socket = socket.socketpair()
         try:
             sandbox = Sandbox(LOOP, self._limits, child_socket)
@@ -137,8 +136,7 @@ class PythonInterpreter(SimpleTool):
         return sandbox, parent_socket
 
     async def _run(self, code: str) -> tuple[bool, str]:
-        """Whether a cell failed, and what it printed. What comes is hostile: it is bounded, and nothing but
-        text."""
+        """What comes is hostile: it is bounded, and nothing but text."""
         assert self._line is not None
         data = code.encode(errors="replace")
         await asyncio.get_running_loop().sock_sendall(self._line, len(data).to_bytes(4, "little") + data)

@@ -41,15 +41,12 @@ class Index:
 
 @lru_cache(maxsize=4)
 def index_of(folder: str) -> Index:
-    """A folder is read once in each process."""
+    """Read once in each process."""
     return Index(passages_of(Path(folder)))
 
 
 def passages_of(folder: Path) -> dict[str, str]:
-    """The paragraphs of all .txt and .md files below the folder, by file and number.
-
-    Raises ConfigError if there is no text, or a file that is no UTF-8 text or larger than 16 MiB.
-    """
+    """Paragraphs of all .txt and .md files, by file and number. Raises ConfigError."""
     if not folder.is_dir():
         raise ConfigError(f"tool search: folder={folder} is no folder")
     passages: dict[str, str] = {}

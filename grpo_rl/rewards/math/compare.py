@@ -1,8 +1,4 @@
-"""Comparison of two mathematical answers without an algebra system: most are settled here, either way.
-
-Two equations are left to algebra, unless both define one name or what is on their left minus what is on their
-right is the same.
-"""
+"""Comparison of two mathematical answers without an algebra system: most are settled here, either way."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ MAX_ELEMENTS = 60
 """A larger set must be written alike."""
 MAX_NESTING = 6
 SIGNIFICANT = 6
-"""Digits that a decimal must have to stand for 1/3 or a root."""
+"""Of a decimal that may stand for 1/3 or a root."""
 MATRICES = ("matrix", "smallmatrix", "pmatrix", "bmatrix", "Bmatrix", "vmatrix", "Vmatrix")
 DETERMINANTS = ("vmatrix", "Vmatrix")
 OPENING, CLOSING = ("(", "[", "{", "\\{"), (")", "]", "}", "\\}")
@@ -29,8 +25,7 @@ RELATIONS = frozenset(("\\ne", "\\le", "\\ge", "<", ">", "\\lt", "\\gt"))
 Tokens = tuple[str, ...]
 Kind = Literal["number", "word", "tuple", "set", "solution", "either", "equation", "unreadable"]
 """`word` is equal to its own spelling only, `either` is `\\frac13 \\approx 0.333`, an interval and a matrix
-are tuples, a list and a union are sets. A `solution` is `x = 2`, `p = 3, q = 2` or `(p, q) = (3, 2)`; an
-`equation` is any other.
+are tuples, a list and a union sets, a `solution` is `x = 2`, `p = 3, q = 2` or `(p, q) = (3, 2)`.
 """
 
 
@@ -42,7 +37,7 @@ class MathAnswer:
     """At all points; of an equation those of its left side minus its right one."""
     parts: tuple[MathAnswer, ...] = ()
     marks: str = ""
-    """Brackets of a tuple, shape of a matrix, sign of a union, `%` of a percentage."""
+    """Brackets of a tuple, shape of a matrix, sign of a union, `%`."""
     names: tuple[str, ...] = ()
     """Variables of a solution, whose values are the parts."""
     decimals: int = -1
@@ -68,7 +63,6 @@ def compare(gold: str, answer: str) -> bool | None:
 
 
 def number(text: str) -> float | None:
-    """None for what is not one number."""
     if len(text) > MAX_TEXT:
         return None
     read = _read(tokens(text))
@@ -168,8 +162,8 @@ def _expression(parts: Tokens, text: str) -> MathAnswer:
 
 
 def _equation(sides: MathAnswer) -> MathAnswer:
-    """A definition, also `5 = x` and `(p, q) = (3, 2)`; of `17 * 23 = 391` the last number; else an equation,
-    whose order is free."""
+    """A definition, also `5 = x` and `(p, q) = (3, 2)`; of `17 * 23 = 391` the last number; else an
+    equation."""
     lhs, rhs = sides.parts
     if len(lhs.value) == 1 and len(rhs.value) > 1 and _is_name(rhs.spelling):
         lhs, rhs = rhs, lhs
@@ -189,7 +183,6 @@ def _equation(sides: MathAnswer) -> MathAnswer:
 
 
 def _is_name(text: str) -> bool:
-    """`x`, `x_1` or `f(x)`."""
     pieces = text.split("\0")
     return (pieces[0].isalpha() or pieces[0].startswith("\\")) and (
         len(pieces) == 1 or (len(pieces) == 4 and pieces[1] == "(") or (len(pieces) == 3 and pieces[1] == "_")
@@ -216,7 +209,8 @@ def _solutions(listed: MathAnswer) -> MathAnswer:
 
 
 def _approximation(sides: MathAnswer) -> MathAnswer:
-    """`\\frac13 \\approx 0.333`, and `x \\approx 0.333`; a word if the sides do not agree, so that no answer has two tries."""
+    """`\\frac13 \\approx 0.333`, `x \\approx 0.333`; a word if the sides differ, so that no answer has two
+    tries."""
     first, *other_sides = sides.parts
     if len(first.names) == 1:
         first = first.parts[0]
@@ -229,7 +223,7 @@ def _approximation(sides: MathAnswer) -> MathAnswer:
 
 
 def _rounds_to(exact: MathAnswer, rounded: MathAnswer) -> bool:
-    """Whether a number, rounded or cut off, is the other."""
+    """Rounded or cut off."""
     if not exact.kind == rounded.kind == "number" or len(exact.value) != 1 or len(rounded.value) != 1:
         return False
     if rounded.decimals < 0 or exact.marks or rounded.marks:
@@ -257,7 +251,6 @@ def _split(parts: Tokens, separator: str) -> list[Tokens]:
 
 
 def _between(parts: Tokens) -> Tokens | None:
-    """What the outermost brackets hold, if they hold everything."""
     if len(parts) < 3 or parts[0] not in OPENING or parts[-1] not in CLOSING:
         return None
     depth = 0
@@ -315,7 +308,6 @@ def _same_each(some: Sequence[MathAnswer], others: Sequence[MathAnswer]) -> bool
 
 
 def _same_sets(some: Sequence[MathAnswer], others: Sequence[MathAnswer]) -> bool | None:
-    """In any order."""
     unmatched = list(others)
     if len(some) != len(unmatched):
         return False
@@ -333,7 +325,7 @@ def _same_sets(some: Sequence[MathAnswer], others: Sequence[MathAnswer]) -> bool
 def _same_solution(solution: MathAnswer, other: MathAnswer) -> bool | None:
     """`x = 2` is 2, `(p, q) = (3, 2)` is `q = 2, p = 3`, and both of `(p, q) = (3, 2)` and `p = 3, q = 2` are `(3, 2)`.
 
-    `q = 2, p = 3` is not `(2, 3)`: the order of the two in the tuple of the question is not given.
+    `q = 2, p = 3` is not `(2, 3)`: the question does not give their order.
     """
     names = solution.names
     if other.kind == "solution":

@@ -1,5 +1,3 @@
-"""Rule-based reward of mathematics: equal to the ground truth as text, as value, or by algebra."""
-
 from __future__ import annotations
 
 import functools
@@ -78,7 +76,7 @@ def _graded(gold: str, answer: str, algebra: bool) -> tuple[bool, bool]:
 
 
 def _asks_for_value(question: str, gold: str) -> bool:
-    """`What is 17*23?`: whether the question has an expression whose value is the ground truth."""
+    """As in `What is 17*23?`."""
     expressions = [text.strip(" \t\n.,=") for text in EXPRESSION.findall(question)] if len(question) <= LONGEST_QUESTION else []
     return any(operations(text) > operations(gold) and compare(gold, text) is True for text in expressions)
 
@@ -122,7 +120,7 @@ RELATION = re.compile(r"[=<>]|\\(?:le|leq|ge|geq|lt|gt|ne|neq|in)\b")
 
 
 def may_reach_algebra(text: str) -> bool:
-    """Whether the algebra system's work on a text is bounded. Takes time linear in the text."""
+    """Whether the algebra system's work is bounded. Takes time linear in the text."""
     if len(text) > MAX_LENGTH or not CHARACTERS.fullmatch(text):
         return False
     commands = COMMAND.findall(text)
@@ -159,19 +157,19 @@ def _has_plain_powers(text: str) -> bool:
 
 
 MOST_CALLS = 500_000
-"""Python functions that the algebra system may call to read and compare two texts: a third of a second."""
+"""Python calls to read and compare two texts: a third of a second."""
 MOST_CPU_S, MOST_WAIT_S = 0.45, 20.0
-"""Seconds of the processor, and of the clock, until a comparison is killed that does not count its calls."""
+"""Of the processor, and of the clock, until a comparison that does not count its calls is killed."""
 FIRST_TEXTS = (r"x^2+2\sqrt{y} \le -\frac{r}{8}", r"[2,\infty)\cup\{3\}", r"\sin(2x)\cdot|y|=e^{x}", r"x \in (a,b)")
-"""Texts with most of the grammar, of which the parser makes its tables."""
+"""Most of the grammar, of which the parser makes its tables."""
 
 
 def equivalent(gold: str, answer: str) -> bool:
     """Whether math-verify finds the two equal. Both must have passed `may_reach_algebra`.
 
-    A text that cannot be read, or takes too much, is equal to nothing: the number of called functions
-    decides, which does not depend on the machine's load. Each pair is compared in a fork, so that no verdict
-    depends on earlier ones and one that does not end can be killed.
+    What takes too much is equal to nothing: the number of called functions decides, which does not depend on
+    the machine's load. Each pair is compared in a fork, so that no verdict depends on earlier ones and one
+    that does not end is killed.
     """
     _load()
     return _compared(gold, answer)
@@ -179,7 +177,7 @@ def equivalent(gold: str, answer: str) -> bool:
 
 @functools.cache
 def _load() -> None:
-    """The first comparisons load what would count as calls of others."""
+    """First comparisons load what would count as calls."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns, once for a process, that its timeouts are off
     for gold, answer in (("x<1", "1>x"), ("2 \\le x \\le 3", "[2,3]"), ("x^2=4", "x=\\pm\\sqrt{4}")):
         _equal(gold, answer)
@@ -210,7 +208,7 @@ def _compared(gold: str, answer: str) -> bool:
 
 
 class _TooMuch(BaseException):
-    """Not an Exception, so that nothing on the way catches it."""
+    """No Exception, so that nothing on the way catches it."""
 
 
 def _call_counter() -> Callable[[Any, str, Any], None]:

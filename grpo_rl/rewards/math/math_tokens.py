@@ -8,7 +8,6 @@ from decimal import Decimal
 from typing import NamedTuple
 
 MAX_TEXT = 2_000
-"""A longer answer is compared as text."""
 
 SIGN_COMMANDS = zip(
     "\u00d7\u00b7\u03c0\u221e\u00b0\u222a\u2229\u2264\u2265\u2260\u00b1\u2248\u2205",
@@ -23,7 +22,7 @@ SCIENTIFIC = (
     r"(?:[0-9]+\.[0-9]+e[-+][0-9]{2}|[0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2}|e[-+]0[0-9]|E[-+]?[0-9]{1,2}))"
     r"(?![0-9A-Za-z^]|\.[0-9]|\s*_)"
 )
-"""`1e3`, `1.5E-3` and Python's `1e-05`; not `2e-3`, which is twice Euler's number minus 3."""
+"""Not `2e-3`, which is twice Euler's number minus 3."""
 TOKEN = re.compile(rf"\\[a-zA-Z]+|\\.|{SCIENTIFIC}|[0-9]+(?:\.[0-9]+)?|\.[0-9]+|[a-zA-Z]+|[^\s]", re.DOTALL)
 RELATIONS = (
     # `5!=120` says what 5! is: after a digit or a bracket the sign is a factorial.
@@ -32,7 +31,7 @@ RELATIONS = (
     (r">=(?!=)", r"\\ge "),
 )
 FORMULA_MARK = r"(\\\\)|\\[()\[\]]"
-"""`\\(` and the like around a formula, and `\\\\`, which ends a row and may stand before a bracket."""
+"""Around a formula; and `\\\\`, which ends a row and may stand before a bracket."""
 
 # Patterns are text: `re` compiles one when it is first asked for, so that the start of a process does not pay for it.
 # A group is never possessive: `re` before Python 3.11.5 gets such repeats wrong. What a repeat gives back is followed by a
@@ -46,7 +45,6 @@ SPACES = r"[-+]?[1-9][0-9]{0,2}(?:(?:\\,|~|\s)[0-9]{3})+(?:\.[0-9]++)?"
 """`12\\,345`, if an answer holds nothing else."""
 DECIMAL_COMMA = rf"(?<![0-9.,}}])[0-9]++\{{,\}}[0-9]++{_END}"
 LIST_COMMA = r",(?:\s|\\[,;: ]|~|\\q?quad)"
-"""A comma with space after it separates the elements of a list."""
 NOTHING = {
     *("\\left", "\\right", "\\bigl", "\\bigr", "\\big", "\\Big", "\\Bigl", "\\Bigr", "\\displaystyle", "\\limits"),
     *("\\!", "\\,", "\\;", "\\:", "\\ ", "\\quad", "\\qquad", "~", "$", "\\$", "\\(", "\\)", "\\[", "\\]", "\\degree"),
@@ -110,25 +108,23 @@ pm
 """.strip().splitlines()
     for name in line.split()
 }
-"""The unit of a word is the first of its line: answers with different ones differ. Other words, as in
-`21\\text{ dogs}`, say nothing."""
+"""Answers with different units differ; other words, as in `21\\text{ dogs}`, say nothing."""
 HALVES = frozenset(("am", "pm"))
 HALF = r"(?i)(?<![a-z])([ap])\.?\s?m(?![a-z])\.?"
 SIGNS = {"\\circ": "deg", "\\degree": "deg", "\\$": "$", "%": "%"}
 POWERS = {"square": "^2", "sq": "^2", "squared": "^2", "cubic": "^3", "cubed": "^3"}
 OTHER_UNITS = "mm cm km mi ft kg hr unit units square sq cubic people students ways times points per integers numbers"
 UNITS = frozenset(OTHER_UNITS.split()) | {name for name in MEASURES if len(name) > 2}
-"""Units at the end of an answer without `\\text` around them, too."""
+"""Units without `\\text` around them, too."""
 
 
 class Reading(NamedTuple):
     tokens: tuple[str, ...]
     units: frozenset[str]
-    """Units of measure of its parts, with their powers: `cm^2`."""
 
 
 def squeezed(text: str) -> str:
-    """The text without white space, except between two digits: `1 2` is not 12."""
+    """White space stays between two digits: `1 2` is not 12."""
     words = text.split()
     spaced = [
         " " + word if previous[-1] in "0123456789.," and word[0] in "0123456789." else word
@@ -138,12 +134,11 @@ def squeezed(text: str) -> str:
 
 
 def tokens(text: str) -> tuple[str, ...]:
-    """The first of `readings`."""
     return readings(text)[0].tokens
 
 
 def differ(first: Reading, other: Reading) -> bool:
-    """Both have units, and each one that the other lacks. Two times of day have the same half of the day."""
+    """Both have units, and each one that the other lacks."""
     if ":" in first.tokens and ":" in other.tokens and first.units & HALVES != other.units & HALVES:
         return True
     return bool(first.units - other.units and other.units - first.units)
@@ -173,10 +168,10 @@ def readings(text: str) -> list[Reading]:
 
 
 def _thousands(plain: str) -> list[str]:
-    """The text with `1,200` read as a number and, if that is possible too, as it is.
+    """`1,200` as a number and, if that is possible too, as it is.
 
-    `1,050` is always a number. In the brackets of a tuple or a set a comma separates elements, unless other
-    commas there have a space after them, as in `(1,200, 3,400)`.
+    `1,050` is always a number. In brackets a comma separates elements, unless other commas there have a space
+    after them, as in `(1,200, 3,400)`.
     """
     spaced = re.search(LIST_COMMA, plain) is not None
     joined, separated, place, depth = "", "", 0, 0
@@ -248,7 +243,7 @@ def _word(word: str) -> str:
 
 
 def _without_units(parts: list[str]) -> tuple[tuple[str, ...], list[tuple[str, str]]]:
-    """The tokens without the units at their end, and those units with their powers; `and` between elements is a comma."""
+    """The units at the end, with their powers, come apart; `and` between elements is a comma."""
     rest, units = ["," if token.strip('"') in AND else token for token in parts], list[tuple[str, str]]()
     halves = HALVES if ":" in rest else ()
     while len(rest) > 1:

@@ -1,7 +1,7 @@
 """Values of expressions: exact fractions if possible, complex numbers otherwise, all of bounded size.
 
 A variable gets a number: expressions are the same if they agree at several points (for polynomials and
-fractions exactly). Nothing here grows with the value of the text.
+fractions exactly).
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ MAX_BITS = 8_000
 MAX_DIGITS = 1_000
 MAX_FACTORIAL = 500
 MAX_CHOSEN = 100
-"""Factors of a binomial coefficient."""
 
 Number = Fraction | complex
 
@@ -48,7 +47,6 @@ ENDS = frozenset((")", "}", "]", ",", "=", "+", "-", "*", "/", "^", "%", "\\choo
 BRACKETS = {"(": ")", "{": "}", "[": "]"}
 POINTS = 3
 ROUNDING = 1e-13
-"""Relative error of a value's digits."""
 
 
 class NoExpression(Exception): ...
@@ -70,7 +68,7 @@ class Expression:
         """A product needs no sign, and a sign before a number is no operation."""
 
     def value(self) -> Number:
-        """Raises NoExpression for tokens that are no expression, and for infinite or huge values."""
+        """Raises NoExpression, also for infinite or huge values."""
         try:
             number = self._sum()
             if self._next():
@@ -131,7 +129,7 @@ class Expression:
         return base, is_number
 
     def _mixed(self) -> Number:
-        """A number, or a mixed one such as `1\\frac{2}{3}`."""
+        """`1\\frac{2}{3}` is a mixed number."""
         integer = _read_number(self._take())
         if self._next() != "\\frac" or integer.denominator != 1:
             return integer
@@ -250,7 +248,7 @@ def _factorial(value: Number) -> Number:
 
 
 def _binomial(top: Number, bottom: Number) -> Number:
-    """top (top - 1) ... (top - bottom + 1) / bottom!, for a whole `bottom` and any exact `top`."""
+    """For a whole `bottom` and any exact `top`."""
     if not (isinstance(top, Fraction) and isinstance(bottom, Fraction)) or bottom.denominator != 1:
         raise NoExpression
     if top.denominator == 1 and 0 <= bottom <= top:
@@ -264,7 +262,7 @@ def _binomial(top: Number, bottom: Number) -> Number:
 
 
 def values(tokens: tuple[str, ...]) -> tuple[Number, ...]:
-    """The values at all points; one value if there is no variable. Raises NoExpression."""
+    """One value if there is no variable."""
     first = Expression(tokens).value()
     if not any(piece.isalpha() or piece in GREEK for token in tokens for piece in _letters(token)):
         return (first,)
@@ -278,7 +276,7 @@ SIGNS = frozenset(("+", "-", "*", "/", "**"))
 def typed_value(text: str) -> tuple[Number, list[str]]:
     """The value of an expression as it is typed (numbers, + - * / **, brackets), and its numbers in order.
 
-    Raises NoExpression for other text, divisions by zero, too large numbers, and a power of a power.
+    Raises NoExpression, also for divisions by zero, too large numbers, and a power of a power.
     """
     tokens = TYPED.findall(text)
     sides = itertools.pairwise(tokens)
@@ -290,7 +288,7 @@ def typed_value(text: str) -> tuple[Number, list[str]]:
 
 
 def close(first: Number, second: Number, tolerance: float = 1e-9) -> bool:
-    """Exact for fractions, else up to a relative `tolerance`."""
+    """Fractions are compared exactly."""
     if isinstance(first, Fraction) and isinstance(second, Fraction) and tolerance <= 1e-9:
         return first == second
     try:

@@ -1,6 +1,6 @@
-"""A language model as judge: a process that asks an OpenAI-compatible endpoint about responses, many at once.
+"""A language model as judge: a process that asks an OpenAI-compatible endpoint about many responses at once.
 
-`runtime/judge_process.py` starts it. It loads no torch; a user's parser runs in it alone.
+It loads no torch; a user's parser runs in it alone.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from grpo_rl.rewards.models.judge_answers import Criterion, Parser, aggregated, 
 from grpo_rl.rewards.models.judge_question import ERROR, INVALID, TIMEOUT, JudgeSpec, question
 
 FIRST_ANSWER_S = 10.0
-"""For somebody to answer at the address before the start."""
+"""For the check before the start."""
 RETRIED = (408, 425, 429)
-"""Statuses that may be over at the next try, as may all of 5xx."""
+"""Statuses that may be over at the next try, as all of 5xx."""
 LARGEST_ANSWER = 4_000_000
 """Bytes."""
 SHOWN = 200
@@ -48,7 +48,7 @@ class _Passing(RewardFailure):
 
 class Judge:
     def __init__(self, spec: JudgeSpec, progressed: Callable[[], None] = lambda: None) -> None:
-        """`progressed` is called after each request that has ended, with or without an answer."""
+        """`progressed` is called after each request that has ended."""
         self.config, self._spec, self._progressed = spec.config, spec, progressed
         self._key = os.environ.get(self.config.api_key_env or "")
         self._headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
@@ -59,13 +59,11 @@ class Judge:
         self._num_running, self._most_running, self._interval_s, self._next_start = 0, 0, 0.0, 0.0
 
     async def allow(self, most_running: int, interval_s: float) -> None:
-        """Let so many requests run at once, each begun `interval_s` after the one before it."""
         async with self._changed:
             self._most_running, self._interval_s = most_running, interval_s
             self._changed.notify_all()
 
     def refuse_absent(self) -> None:
-        """Raise RewardError unless somebody answers at the address and takes the key."""
         place = f"reward.judge.base_url={self.config.base_url}"
         try:
             answer = httpx.get(f"{str(self.config.base_url).rstrip('/')}/models", headers=self._headers, timeout=FIRST_ANSWER_S)
@@ -80,7 +78,7 @@ class Judge:
             )
 
     async def judge(self, sample: Sample) -> Outcome:
-        """The score of a rubric is made of the marks of its criteria, which are its `values`."""
+        """The marks of a rubric's criteria are the `values`."""
         try:
             if self.config.rubric is None:
                 return RewardResult(self._mark(await self._answer(sample), self._parser))
@@ -119,7 +117,6 @@ class Judge:
             self._progressed()
 
     async def _ask(self, body: bytes) -> str:
-        """Raises RewardFailure, that of the last try."""
         number = 0
         while True:
             try:
@@ -191,7 +188,6 @@ class Judge:
         return str(outside(content))
 
     def _mark(self, answer: str, parser: Parser) -> float:
-        """Raises RewardFailure for what is no number within the bounds."""
         excerpt = f"its answer ends {self._safe(answer, end=True)!r}"
         try:
             value = parser(answer)
@@ -222,7 +218,7 @@ class Judge:
         return json.dumps(request, ensure_ascii=False).encode("utf-8", errors="replace")
 
     def _safe(self, text: str, *, end: bool = False) -> str:
-        """The start, or the end, of a text as one line without the key, which an endpoint may send back."""
+        """One line without the key, which an endpoint may send back."""
         if self._key:
             # Before anything is cut off: what was left of a key would not be found.
             text = text.replace(self._key, "<hidden>")

@@ -1,5 +1,3 @@
-"""What a judge's answer is worth: parsers of scores and marks, and rubrics."""
-
 from __future__ import annotations
 
 import json
@@ -18,17 +16,15 @@ from grpo_rl.errors import ConfigError
 from grpo_rl.registry import load_function
 
 Parser = Callable[[str], float]
-"""Raises ValueError, with what is missing, for an answer without a score."""
+"""Raises ValueError for an answer without a score."""
 LONGEST_NUMBER = 40
 LONGEST_READ = 100_000
-"""Last characters of a judge's answer in which its score is looked for."""
 # Possessive quantifiers keep these linear; a longer run of digits is no score.
 _NUMBER = re.compile(r"[-+]?+(?:[0-9]++\.?+[0-9]*+|\.[0-9]++)(?![eE]|,[0-9])")
 _SCORE = re.compile(r"score[ *_`\"']{0,40}+[:=][ *_`\"']{0,40}+", re.IGNORECASE)
 
 
 def parser_for(name: str) -> Parser:
-    """Raises ConfigError for a function that cannot be imported."""
     kind, _, key = name.partition(":")
     if kind == "json":
         return lambda text: json_score(text, key)
@@ -38,7 +34,7 @@ def parser_for(name: str) -> Parser:
 
 
 def marked_score(text: str) -> float:
-    """The number after the last `score:` (or `score =`, in any case, bold or not), of which `/10` may follow."""
+    """The number after the last `score:` (or `score =`, in any case, bold or not)."""
     text = text[-LONGEST_READ:]
     for mark in reversed(list(_SCORE.finditer(text))):
         if (number := _number(text, mark.end())) is not None:
@@ -47,7 +43,6 @@ def marked_score(text: str) -> float:
 
 
 def json_score(text: str, key: str) -> float:
-    """The number under `key` in the last JSON object of the text that has it."""
     mark = next((value for _, _, value in _objects(text) if key in value), None)
     if mark is None:
         raise ValueError(f"it has no JSON object with {key!r}")
@@ -55,10 +50,10 @@ def json_score(text: str, key: str) -> float:
 
 
 def json_marks(text: str, keys: Sequence[str]) -> dict[str, float]:
-    """The numbers under all `keys` of the last JSON object of the text, or of an object inside of it.
+    """Of the last JSON object of the text, or of an object inside of it.
 
-    JSON of the response's own, which the judge quotes, gives no mark: one object has all keys, and none
-    stands behind it. Raises ValueError else.
+    One object has all keys, and none stands behind it: JSON that the judge quotes from the response gives no
+    mark.
     """
     objects = list(_objects(text))
     last_end = objects[0][1] if objects else 0
@@ -117,7 +112,7 @@ class Criterion(NamedTuple):
 
 
 def read_rubric(rubric: str, aggregation: str) -> tuple[Criterion, ...]:
-    """`rubric`: a file, YAML or JSON, or such a text. Raises ConfigError."""
+    """`rubric`: a file, YAML or JSON, or such a text."""
     try:
         text = rubric if "\n" in rubric else Path(rubric).expanduser().read_text(encoding="utf-8")
         return criteria_of(yaml.safe_load(text), aggregation)
@@ -126,11 +121,8 @@ def read_rubric(rubric: str, aggregation: str) -> tuple[Criterion, ...]:
 
 
 def criteria_of(rubric: Any, aggregation: str) -> tuple[Criterion, ...]:
-    """Criteria of a list of texts or mappings. Raises ValueError.
-
-    `criterion` (or `text`, `description`) is the text, `weight` (or `points`) its weight, 1 if there is none, and `name`
-    what the mark is logged as; `criterion_1` and so on without a name.
-    """
+    """`criterion` (or `text`, `description`) is the text, `weight` (or `points`) its weight, 1 if there is
+    none, and `name` what the mark is logged as, else `criterion_1` and so on."""
     if hasattr(rubric, "tolist"):
         rubric = rubric.tolist()
     if not isinstance(rubric, list | tuple) or not 1 <= len(rubric) <= MOST_CRITERIA:

@@ -45,17 +45,16 @@ TIMEOUT, ERROR, INVALID = KINDS = "judge_timeout", "judge_error", "judge_invalid
 
 @dataclass(frozen=True, slots=True)
 class JudgeSpec:
-    """A judge with all that its configuration names, read: files need not be on the nodes that ask."""
+    """All that the configuration names, read: files need not be on the nodes that ask."""
 
     config: JudgeConfig
     template: str
     rubric: tuple[Criterion, ...] | None
-    """None without a rubric, and if each row has its own."""
+    """None also if each row has its own."""
     memory_limit_gb: float | None
 
     @classmethod
     def of(cls, reward: RewardConfig) -> JudgeSpec:
-        """Raises ConfigError for what cannot be used, a key included that is not there."""
         config, rubric, variable = reward.judge, None, reward.judge.api_key_env
         if variable is not None and not _VARIABLE.fullmatch(variable):  # not shown: it may be the key
             raise ConfigError(
@@ -86,7 +85,6 @@ def judge_sample(rollout: Rollout) -> Sample:
 
 
 def load_template(template: str | None, default: str = DEFAULT_TEMPLATE) -> str:
-    """`template`: None, a file, or the text itself. Raises ConfigError for a file that cannot be read."""
     if template is not None and template.endswith((".txt", ".md")) and "\n" not in template:
         try:
             return Path(template).expanduser().read_text(encoding="utf-8")

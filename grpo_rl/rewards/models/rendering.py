@@ -1,5 +1,3 @@
-"""Rollouts as a reward model reads them."""
-
 from __future__ import annotations
 
 from bisect import bisect_left
@@ -19,15 +17,14 @@ class Scorable:
     positions: tuple[int, ...]
     """The last token of each step, or of the sequence."""
     step_tokens: tuple[int, ...] | None
-    """The last token of each position's step, an index into the response; None for one score per response."""
+    """Of each position, an index into the response; None for one score per response."""
 
 
 class ScorableRenderer:
-    """Prompt and response as tokens of the reward model.
+    """Without `tokenizer` the tokens are the policy's own.
 
-    Without `tokenizer` these are the policy's own. With one, the prompt's messages are rendered with its chat
-    template (a plain prompt stays as it is); the response's text follows, and the end-of-sequence token if
-    the response ended by itself.
+    With one, the prompt's messages are rendered with its chat template (a plain prompt stays as it is); the
+    response's text follows, and the end-of-sequence token if the response ended by itself.
     """
 
     def __init__(self, decode: Decode, tokenizer: Any = None, separator: str | None = None) -> None:
@@ -60,7 +57,7 @@ class ScorableRenderer:
         return self._words.ids(self.tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True))
 
     def _response_ids(self, rollout: Rollout) -> tuple[list[int], list[int]]:
-        """Tokens of the response, and the character at which each of them begins."""
+        """Tokens, and the character at which each begins."""
         text = self._words.marked(str(rollout.text))
         encoded = self._words.encode(text, add_special_tokens=False, return_offsets_mapping=True)
         token_ids = list(encoded["input_ids"])
@@ -71,7 +68,7 @@ class ScorableRenderer:
 
 
 def split_steps(text: str, separator: str) -> list[int]:
-    """Characters up to and including the separator after each step; a piece of white space is no step."""
+    """Characters up to and including the separator after each step; white space is no step."""
     ends: list[int] = []
     start = 0
     while start < len(text):

@@ -1,4 +1,4 @@
-"""The search for the answer in a response. Every search is a scan with `find`: time linear in the text."""
+"""The search for the answer in a response, in time linear in the text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OPEN_ANSWER, CLOSE_ANSWER = "<answer>", "</answer>"
 OPEN_THINK, CLOSE_THINK = "<think>", "</think>"
 PHRASES = ("final answer is", "answer is", "answer:")
 TAIL = 1_000
-"""Last characters of a response in which an answer without a box or tags is looked for."""
+"""Characters in which an answer without a box or tags is looked for."""
 FORMULA = r"\$\$((?:[^\\$]|\\.)*)\$\$|\$((?:[^\\$\n]|\\[^\n])+)\$|\\\(((?:[^\\]|\\[^)])*)\\\)|\\\[((?:[^\\]|\\[^]])*)\\\]"
 """`\\$` inside is a dollar sign. No place inside can be a formula's end."""
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -50,8 +50,7 @@ def last_tagged(text: str) -> str | None:
 
 
 PROMPT_TAIL = "prompt_tail"
-"""Key of `extra_info`: the beginning of the response that the prompt has already, `<think>` or a message that
-is gone on with."""
+"""The beginning of the response in the prompt, `<think>` or a message that is gone on with."""
 
 
 def with_prompt_tail(text: str, extra_info: Mapping[str, Any] | None) -> str:
@@ -59,7 +58,7 @@ def with_prompt_tail(text: str, extra_info: Mapping[str, Any] | None) -> str:
 
 
 def after_thought(text: str, extra_info: Mapping[str, Any] | None = None) -> str:
-    """What follows the last `</think>`: nothing if a thought never ended, all of a text without thoughts."""
+    """Nothing if a thought never ended, all of a text without thoughts."""
     text = with_prompt_tail(text, extra_info)
     end = text.rfind(CLOSE_THINK)
     if end >= 0:
@@ -79,8 +78,7 @@ def last_pair(text: str) -> str | None:
 
 
 def after_phrase(text: str) -> str | None:
-    """What follows the last `answer is` or `answer:`, in its line or the next that is not empty, up to the
-    end of the sentence.
+    """What follows the last `answer is` or `answer:`, up to the end of the sentence.
 
     A formula is returned without its `$`, `$$`, `\\(` or `\\[`; one in the last three may have several lines.
     """
@@ -114,10 +112,10 @@ SOLUTION_MARK = "####"
 
 
 def golds_of(ground_truth: Any) -> list[str]:
-    """The texts each of which is the right answer: several for a list, also one of texts that is JSON text.
+    """The texts each of which is right: several for a list, also one of texts that is JSON text.
 
-    A solution is its last box, or what follows its last `####`. Raises ValueError for a ground truth that is
-    missing (null, NaN, no text) or an object: a rule that compared with it would pay for the word `None`.
+    A solution is its last box, or what follows its last `####`. Raises ValueError for what is missing (null,
+    NaN, no text) or an object: a rule that compared with it would pay for the word `None`.
     """
     if isinstance(ground_truth, list | tuple):
         golds = [text for gold in ground_truth for text in golds_of(gold)]

@@ -14,7 +14,6 @@ from grpo_rl.rewards.math.math_values import NoExpression, typed_value
 from grpo_rl.rewards.rules.answers import golds_of, last_pair
 
 MAX_EXACT_DIGITS = 15
-"""Integers of so many digits are exact as floats."""
 
 
 def arithmetic(
@@ -57,11 +56,10 @@ COLUMN = re.compile("[0-9]{1,2}")
 def written_sum(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """`score` 1 when the last line is that of the ground truth; each line is a step: 1 if it follows from
-    those before, else 0.
+    """`score` 1 when the last line is that of the ground truth; each line is a step: 1 if it follows, else 0.
 
-    The rows are those of `task:rated_sums`. A line follows from the lines before it, right or wrong: every
-    mistake costs one step.
+    The rows are those of `task:rated_sums`. A line follows from those before, right or wrong: a mistake costs
+    one step.
     """
     lines, right = solution_str.strip().split("\n"), ground_truth.split("\n")
     score, end = float(lines[-1] == right[-1]), solution_str.index(lines[0])
@@ -83,9 +81,8 @@ def written_sum(
 
 
 WINDOW = 300
-"""Last characters of a response in which the answer is looked for, as verl does."""
+"""Last characters in which the answer is looked for, as verl does."""
 MAX_LENGTH = 64
-"""Digits of an answer."""
 IN_A_NUMBER = "-$0123456789,."
 
 # One pass each: no part of a pattern can match what its neighbour matches.
@@ -126,7 +123,7 @@ def _graded(candidates: list[str], ground_truth: str) -> dict[str, float]:
 
 
 def to_number(text: str) -> Decimal | None:
-    """The exact value of `1,000`, `$18` or `18.50`; None for anything else."""
+    """Of `1,000`, `$18` or `18.50`."""
     text = text.removesuffix(".")
     if len(text) > MAX_LENGTH or not NUMBER.fullmatch(text):
         return None

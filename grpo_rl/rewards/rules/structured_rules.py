@@ -12,9 +12,9 @@ from grpo_rl.config.schema.kinds import Count, Fraction
 from grpo_rl.rewards.rules.answers import after_thought
 
 MAX_TEXT = 20_000
-"""Longest response that may be right, in characters."""
+"""Characters of a response that may be right."""
 MAX_STARTS = 8
-"""Opening braces at which an object is looked for among other text."""
+"""Braces at which an object is looked for among other text."""
 
 
 def json_fields(

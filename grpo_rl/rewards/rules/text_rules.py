@@ -1,5 +1,3 @@
-"""Rules for answers that are a short text or the letter of a choice, and for a response's form."""
-
 from __future__ import annotations
 
 import re
@@ -20,7 +18,7 @@ from grpo_rl.rewards.rules.answers import (
 )
 
 MAX_ANSWER = 10_000
-"""Characters of an answer that may be right: normalising a longer one would cost too much."""
+"""Normalising a longer answer would cost too much."""
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 

@@ -1,7 +1,5 @@
 """Reward of code tasks: a response's program against test cases, in a sandbox.
 
-Forms of the cases:
-
 - `{"inputs": [...], "outputs": [...]}` (APPS, TACO, verl's prime_code): standard input and expected output of
   a program; with `fn_name`, arguments of that function and the value it returns.
 - Assertions (MBPP's `test_list`, HumanEval's `test` with `check(candidate)`): a list, or the text of some.
@@ -33,7 +31,6 @@ FENCE = "```"
 PYTHON = ("python", "py", "python3")
 TOTAL_S = 30.0
 LONGEST_CODE = 100_000
-"""Characters."""
 
 
 def code(
@@ -87,7 +84,6 @@ def code(
 
 
 def code_problems(function: Callable[..., Any], timeout_s: float) -> list[str]:
-    """What is wrong with the options with which `code` is bound in `function`, if it is."""
     if not is_code(function):
         return []
     options = getattr(function, "keywords", {})
@@ -109,10 +105,10 @@ def is_code(function: Callable[..., Any]) -> bool:
 
 
 def last_program(text: str) -> str | None:
-    """The last closed ```python block, else the last closed block without a language.
+    """The last closed ```python block, else the last closed block without a language; spaces before its fence
+    go.
 
-    A text without any fence is a program as a whole, as base models write them. Spaces before the fence are
-    taken off the block's lines.
+    A text without any fence is a program as a whole, as base models write them.
     """
     blocks: dict[bool, str] = {}
     block: list[str] | None = None
@@ -138,7 +134,7 @@ MOST_ALIKE = 50
 
 
 def decode(value: bytes) -> Any:
-    """The value that `inside.encode` wrote, of exact built-in types. Raises ValueError for anything else."""
+    """What `inside.encode` wrote, in exact built-in types. Raises ValueError for anything else."""
     try:
         return _decode(json.loads(value.decode("ascii")), 0)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
@@ -176,7 +172,7 @@ def _decode(node: Any, depth: int) -> Any:
 
 
 def check_hashes(values: Sequence[Any]) -> None:
-    """Raise ValueError if so many values share a hash that a set of them would take quadratic time."""
+    """Raise ValueError if a set of the values would take quadratic time."""
     hashes = sorted(map(hash, values))
     if any(first == later for first, later in zip(hashes, hashes[MOST_ALIKE:], strict=False)):
         raise ValueError(f"more than {MOST_ALIKE} values with one hash")
@@ -188,10 +184,9 @@ class Test:
 
     case: Case
     judge: Callable[[Any], bool]
-    """It gets standard output if the case is a program, the returned value if it is a call."""
+    """Gets standard output of a program, the returned value of a call."""
 
     def holds(self, outcome: CaseOutcome) -> bool:
-        """An error or a forged value is not what the test asks for."""
         if not outcome.succeeded:
             return False
         try:
@@ -203,7 +198,6 @@ class Test:
 
 
 def assertions(text: str, function: str | None) -> list[Test]:
-    """Raises RewardError for an assertion that cannot be judged apart from the call."""
     try:
         body: list[ast.stmt] = ast.parse(text.strip()).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -279,7 +273,7 @@ KNOWN = (
 
 
 def _result(node: ast.expr, call: ast.Call, value: Any) -> Any:
-    """The value of an assertion's expression with `value` in the place of the call. Raises ValueError for what is not known."""
+    """The value of an assertion's expression with `value` in the place of the call."""
 
     def of(part: ast.expr) -> Any:
         return _result(part, call, value)
@@ -319,8 +313,7 @@ FORMS = (
 def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> tuple[str, list[Test]]:
     """Code that goes before the candidate's, and the tests.
 
-    They are read from the ground truth, or `extra_info["test_cases"]` if that is empty; the function's name
-    also from `extra_info`. Raises RewardError, with the reason.
+    They are read from the ground truth, or `extra_info["test_cases"]` if that is empty. Raises RewardError.
     """
     extra = extra_info or {}
     stored = ground_truth if ground_truth not in (None, "") else extra.get("test_cases")
@@ -392,7 +385,7 @@ def _pair(function: str | None, stdin: Any, expected: Any) -> Test:
 
 
 def same_value(value: Any, expected: Any) -> bool:
-    """Equal to the expected JSON value, or to the one element of that list (APPS wraps them)."""
+    """Also equal to the one element of a list (APPS wraps them)."""
     plain = _as_json(value)
     return _equal(plain, expected) or (isinstance(expected, list) and len(expected) == 1 and _equal(plain, expected[0]))
 
@@ -417,7 +410,7 @@ def _equal(value: Any, expected: Any) -> bool:
 
 
 def same_output(text: str, expected: str) -> bool:
-    """The same words on the same lines; expected numbers with a point within 1e-6."""
+    """Expected numbers with a point are within 1e-6."""
     text, expected = text.rstrip(), expected.rstrip()
     if text.count("\n") != expected.count("\n"):  # before millions of lines are made of an output
         return False
@@ -439,7 +432,7 @@ def _same_word(word: str, expected: str) -> bool:
 
 
 def _near(value: float, expected: float, text: str) -> bool:
-    """Within 1e-6, or the rounding of the expected number: 0 is not 1e-9."""
+    """0 is not 1e-9."""
     last_place = Decimal(text).as_tuple().exponent
     half = 0.5 * 10.0**last_place if isinstance(last_place, int) else 0.0
     return math.isclose(value, expected, rel_tol=1e-6, abs_tol=min(1e-6, half))

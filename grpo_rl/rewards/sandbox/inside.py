@@ -1,7 +1,6 @@
-"""Inside of a sandbox. A bare interpreter (`-I -S`) runs it for every sandbox: nothing slow is imported.
-Three processes:
+"""Three processes in a sandbox. A bare interpreter (`-I -S`) runs this every time: nothing slow is imported.
 
-- the launcher asks for the namespaces, has its ids mapped by the parent, and waits for the keeper;
+- The launcher asks for the namespaces, has its ids mapped by the parent, and waits for the keeper;
 - the keeper, process 1 of the new pid namespace, makes the root, then takes a case at a time from its private
   channel;
 - the candidate, a fresh process per case, gives up every right for good, runs the source and sends out what
@@ -25,13 +24,12 @@ SIGINT, SIGKILL = 2, 9
 STDERR_BYTES = 2048
 SOURCE = "/solution.py"
 ARMED = 4
-"""A descriptor written to and closed before the source runs, which so cannot pretend that its walls failed."""
+"""A descriptor that is closed before the source runs, which so cannot pretend that its walls failed."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Failed(Exception):
-    """A wall could not be built; its text names it."""
+class Failed(Exception): ...
 
 
 def call(step: str, name: str, *arguments: Any) -> None:
@@ -49,7 +47,7 @@ def write_all(descriptor: int, data: bytes) -> None:
 def encode(value: object) -> str:
     """JSON of plain data, tagged if JSON has no such type: `["l", ...]`, `["t", ...]`, `["d", k, v, ...]`.
 
-    Subclasses are sent as their built-in type. Raises TypeError for anything else, RecursionError for loops.
+    Raises TypeError for anything else, RecursionError for loops.
     """
     from _json import encode_basestring_ascii
 
@@ -78,7 +76,6 @@ def encode(value: object) -> str:
 
 
 def candidate(setup: dict[str, Any], case: dict[str, Any]) -> None:
-    """Leaves by `os._exit`."""
     os.setsid()
     if setup["drop_to"] is not None:
         os.setgroups([])
@@ -111,7 +108,7 @@ def candidate(setup: dict[str, Any], case: dict[str, Any]) -> None:
 
 
 def _complete_builtins() -> None:
-    """What the module `site` and the system give elsewhere: `exit`, `quit`, and `/dev/stdin` as a file."""
+    """As the module `site` and the system give them elsewhere."""
     vars(builtins).update(exit=sys.exit, quit=sys.exit)
     opened = builtins.open
 
@@ -170,7 +167,7 @@ MOUNT_SETATTR = 442
 AT_FDCWD, AT_RECURSIVE = -100, 0x8000
 NONCE_BYTES = 16
 SETUP_S = 4.0
-"""For a candidate to be ready to run; less than the asking process waits beyond a case's time."""
+"""Less than the asking process waits beyond a case's time."""
 TMP = "/tmp"
 DEVICES = ("null", "zero", "urandom")
 
@@ -192,7 +189,7 @@ def _read_only(target: str, flags: int) -> None:
 
 
 def read_exactly(descriptor: int, size: int) -> bytearray:
-    """`size` bytes in a buffer that can be wiped. Raises EOFError if the other end is gone."""
+    """A buffer that can be wiped. Raises EOFError if the other end is gone."""
     buffer, done = bytearray(size), 0
     while done < size:
         count = os.readv(descriptor, [memoryview(buffer)[done:]])
@@ -253,7 +250,6 @@ def _message(control: int) -> dict[str, Any]:
 
 
 def _make_root(setup: dict[str, Any]) -> None:
-    """An empty tmpfs, the interpreter's and the system's libraries, three devices, a /tmp."""
     step = "make a fresh root"
     _mount(step, "none", "/", None, MS_REC | MS_PRIVATE)
     _mount(step, "tmpfs", TMP, "tmpfs", MS_NOSUID | MS_NODEV, "size=4m,mode=755")
@@ -289,7 +285,6 @@ def _mount_tmp(setup: dict[str, Any]) -> None:
 
 
 def _answer(control: int, setup: dict[str, Any], case: dict[str, Any], nonce: bytearray) -> bytes:
-    """Status, exit code, standard output, returned value, standard error."""
     input_bytes, line = case.pop("stdin"), setup.pop("line", None)
     stdin = os.memfd_create("stdin") if line is None else line
     if line is None:
@@ -331,7 +326,7 @@ def _answer(control: int, setup: dict[str, Any], case: dict[str, Any], nonce: by
 
 
 def _watch(control: int, watched: int, reads: list[int], limit: int, time_s: float) -> tuple[bytes, list[bytes]]:
-    """Read until the candidate has ended, its time is over, or it has written more than `limit` bytes in one place; then kill it."""
+    """Kill the candidate at the end of its time, or after `limit` bytes in one place."""
     outputs, totals = [bytearray() for _ in reads], [0] * len(reads)
     poll = select.poll()
     for descriptor in (*reads, watched, control):

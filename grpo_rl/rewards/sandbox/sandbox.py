@@ -1,6 +1,6 @@
 """A place to run code that a model wrote: namespaces, a read-only root, no rights, no network, hard limits.
 
-Only what a candidate wrote comes out, as bytes and plain data, to be judged here: see docs/rewards.md.
+Only what a candidate wrote comes out, to be judged here: see docs/rewards.md.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ NOBODY = 65534
 START_S = 20.0
 """Seconds; 0.03 on an idle machine."""
 GRACE_S = 5.0
-"""Seconds that the inside may need beyond a case's time to report; then everything in it is killed."""
+"""For the inside to report beyond a case's time; then everything in it is killed."""
 ROOT = Path(__file__).resolve().parents[3]
 LAUNCH = (
     "import sys; sys.path.insert(0, sys.argv[1]); from grpo_rl.rewards.sandbox.inside import launch; "
     "del sys.path[0]; launch(int(sys.argv[2]))"
 )
-"""It imports modules, because those are compiled once and a script each time."""
+"""Modules are compiled once, a script each time."""
 SETUP_FAILED = b"S"
 STATUS = {b"E": "ended", b"T": "timeout", b"O": "output"}
 MIB = 1 << 20
@@ -63,7 +63,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A run of the source as a program with `stdin`, or `function(*arguments)` of it."""
+    """A program with `stdin`, or a call of its `function`."""
 
     stdin: str = ""
     function: str | None = None
@@ -77,7 +77,7 @@ class CaseOutcome:
     exit_code: int = -1
     stdout: bytes = b""
     value: bytes = b""
-    """As `inside.encode` writes it, to be read with `code_rule.decode`."""
+    """To be read with `code_rule.decode`."""
     stderr: bytes = b""
 
     @property
@@ -86,11 +86,11 @@ class CaseOutcome:
 
 
 class Sandbox:
-    """Runs one source; leaving the `with` statement ends everything in it. Raises SandboxUnavailable if a
-    wall cannot be built."""
+    """Leaving the `with` statement ends everything inside. Raises SandboxUnavailable if a wall cannot be
+    built."""
 
     def __init__(self, source: str, limits: Limits | None = None, line: socket.socket | None = None) -> None:
-        """The first case has `line` as its standard input, to be read and written; it is closed here."""
+        """`line` is the first case's standard input, to be read and written; it is closed here."""
         self._limits = limits or Limits()
         self._setup = {
             "source": source.encode(errors="replace"),
@@ -126,7 +126,7 @@ class Sandbox:
         self.close()
 
     def run(self, case: Case, time_s: float | None = None) -> CaseOutcome:
-        """Raises RewardError if the sandbox itself fails: that is no verdict on the source."""
+        """Raises RewardError if the sandbox itself fails: no verdict on the source."""
         allowed = min(self._limits.time_s, time_s or math.inf)
         deadline = time.monotonic() + allowed + GRACE_S
         try:
@@ -141,7 +141,7 @@ class Sandbox:
             ) from error
 
     def begin(self, case: Case, time_s: float) -> bytes:
-        """Start a case without waiting for its end; returns what its outcome begins with."""
+        """Returns what the outcome begins with."""
         nonce = secrets.token_bytes(inside.NONCE_BYTES)
         request = {
             "stdin": case.stdin.encode(errors="replace"),
@@ -216,13 +216,12 @@ def _framed(message: dict[str, Any]) -> bytes:
 
 
 def interpreter() -> str:
-    """A virtual environment's link to the interpreter would need the environment's files."""
+    """Not a virtual environment's link, which needs the environment's files."""
     return getattr(sys, "_base_executable", None) or sys.executable
 
 
 def _mounts() -> dict[str, list[Any]]:
-    """What is visible inside: (what, where) of libraries and links; and hidden folders: `site-packages` may
-    hold a user's data."""
+    """`site-packages` are hidden: they may hold a user's data."""
     binds: list[tuple[str, str]] = []
     links: list[tuple[str, str]] = []
     roots = [f"{prefix}/{name}" for prefix in {sys.base_prefix, sys.base_exec_prefix} for name in ("lib", sys.platlibdir)]
@@ -243,7 +242,7 @@ def _mounts() -> dict[str, list[Any]]:
 
 
 def _map_ids(pid: int) -> bool:
-    """True if the launcher's namespace has two ids, so that a candidate has another than the keeper.
+    """True if there are two ids, so that a candidate has another than the keeper.
 
     Root maps itself and the user `nobody`; any other user maps itself, under the name `nobody` inside.
     """
@@ -266,7 +265,6 @@ def _map_ids(pid: int) -> bool:
 
 
 def check_available() -> None:
-    """Raises SandboxUnavailable: which step failed, and what to do."""
     with Sandbox("print(6 * 7)") as sandbox:
         outcome = sandbox.run(Case())
     if not outcome.succeeded or outcome.stdout != b"42\n":
@@ -274,8 +272,7 @@ def check_available() -> None:
         raise SandboxUnavailable(unavailable(f"run a first program: {message}"))
 
 
-class SandboxUnavailable(RewardError):
-    """Names the step that failed, and the remedy."""
+class SandboxUnavailable(RewardError): ...
 
 
 def unavailable(step: str) -> str:

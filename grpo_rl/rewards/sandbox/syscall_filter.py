@@ -29,7 +29,7 @@ SINCE_424 = {
     "memfd_secret": 447,
     "process_mrelease": 448,
 }
-"""Calls from number 424 on have the same number on every architecture."""
+"""The same on every architecture."""
 NEWEST = 450
 CLONE3 = 435
 
@@ -70,7 +70,7 @@ FIRST_ARGUMENTS = {"clone": (HAS_BITS, CLONE_THREAD), "socket": (EQUALS, AF_UNIX
 
 
 def call_filter(machine: str) -> bytes:
-    """`machine` as `uname -m` names it. Raises RewardError for one whose calls are not listed here."""
+    """`machine` as `uname -m` names it."""
     if machine not in MACHINES:
         raise RewardError(
             f"the sandbox for code has the list of system calls of {' and '.join(MACHINES)}, not of {machine}; "
@@ -97,7 +97,6 @@ def call_filter(machine: str) -> bytes:
 
 
 def _if_first_argument(number: int, test: int, value: int) -> list[bytes]:
-    """Let the call through if its first argument passes the test; other calls go on below."""
     return [_word(EQUALS, number, 0, 4), _word(LOAD, FIRST_ARGUMENT), _word(test, value, 1, 0), REFUSE, _word(RETURN, ALLOW)]
 
 
