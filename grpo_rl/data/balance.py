@@ -24,7 +24,7 @@ class Prompts:
     """Given if a pass computes the prompt of a group once."""
 
     group_N: Sequence[int]
-    """Equal numbers have the same prompt."""
+    """Sequences of equal numbers have the same prompt."""
     lengths_N: Sequence[int]
 
 
@@ -163,7 +163,7 @@ def cut_shards(
 
 
 def _longest_first(lengths: Sequence[int], units: Sequence[int] | None, shard: Sequence[int] | None = None) -> list[list[int]]:
-    """`shard` None: all."""
+    """Of all sequences if `shard` is None."""
     indices = range(len(lengths)) if shard is None else shard
     if units is None:
         return [[index] for index in sorted(sorted(indices), key=lambda index: -lengths[index])]

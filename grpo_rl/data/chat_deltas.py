@@ -34,18 +34,18 @@ class Delta:
     """int32 [tokens]"""
     text: str
     control_words: bool = False
-    """In the text of its messages."""
+    """Its messages had control words in their text."""
 
 
 class ChatDeltas:
-    """`stop_ids` end a turn."""
+    """Renders what stands between assistant turns, which `stop_ids` end."""
 
     def __init__(self, renderer: Renderer, tokenizer: Any, stop_ids: frozenset[int]) -> None:
         self._renderer, self._tokenizer, self._stop_ids = renderer, tokenizer, stop_ids
         # Control words of data may be meant; those of an environment never are.
         self._words = ControlWords(tokenizer, template=renderer.options.get("chat_template"))
         self.shown_tools = ""
-        """As text; empty if the tools are the configuration's."""
+        """The tools that `with_tools` shows, as text."""
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatDeltas:
         """Raises ConfigError if the template rewrites conversations with these tools."""

@@ -64,7 +64,7 @@ class RowOrder:
         is_usable: Callable[[int], bool] = lambda row: True,
         shares: Sequence[tuple[int, float]] = (),
     ) -> None:
-        """`size_key` set the batch's size."""
+        """`size_key` is the key that set the batch's size."""
         if num_rows < batch_size:
             raise ConfigError(
                 f"{size_key}={batch_size} is larger than the training data, which has {num_rows} rows: "

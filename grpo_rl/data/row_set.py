@@ -26,20 +26,20 @@ CHECKED_OF_MANY = 1000
 """First rows of a large data set that are checked at the start, and as many spread over all."""
 LISTED = 10
 SHOWN = 5
-"""Bad rows met later; the file has them all."""
+"""Bad rows met later that are shown; the file has them all."""
 
 Row = TypeVar("Row")
 
 
 class BadRows:
-    """Each bad row is counted once."""
+    """The bad rows of one data set, each counted once."""
 
     def __init__(
         self, action: Literal["error", "skip"], file: Path | None = None, warn: Callable[[str], None] = lambda text: None
     ) -> None:
         self.action, self.file, self.warn = action, file, warn
         self.found: dict[int, str] = {}
-        """By the row's number."""
+        """What is wrong, by the row's number."""
 
     def report(self, num_checked: int) -> None:
         """Raises one DataError for all that was `found`, under `error`."""
@@ -77,18 +77,18 @@ class BadRows:
 @dataclass(slots=True)
 class RowReport:
     num_rows: int
-    """After max_samples."""
+    """Rows in the files, after max_samples."""
     num_checked: int = 0
     num_dropped: int = 0
     num_truncated: int = 0
     num_bad: int = 0
-    """Left out under data.on_bad_row=skip."""
+    """Rows left out under data.on_bad_row=skip."""
     longest: int = 0
     """Tokens of the longest prompt or sequence."""
     num_control: int = 0
     """Rows with control words in their text."""
     num_from_text: int = 0
-    """Sampled responses whose tokens are made of their texts."""
+    """Sampled responses whose tokens are made of their texts, and may be others."""
 
     def __str__(self) -> str:
         text = f"{self.num_rows - self.num_dropped - self.num_bad} rows"

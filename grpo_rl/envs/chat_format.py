@@ -178,7 +178,7 @@ def completion(answer: ChatAnswer, model: str) -> dict[str, Any]:
 
 
 def stream(answer: ChatAnswer, request: ChatRequest) -> Iterator[bytes]:
-    """The turn is whole before the first event."""
+    """Server-sent events; the turn is whole before the first one."""
     head = _head("chat.completion.chunk", request.model) | ({"usage": None} if request.with_usage else {})
     message = answer.message()
     if answer.calls:

@@ -19,7 +19,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The same row and seed make the same episode."""
+    """The row of an episode; the same row and seed make the same episode."""
 
     uid: str
     data_source: str
@@ -27,7 +27,7 @@ class Start:
     ground_truth: Any = None
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
-    """For environments that draw."""
+    """For environments that draw random numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class ToolCall:
 class Turn:
     index: int
     text: str
-    """Without special tokens."""
+    """The turn decoded without special tokens."""
     tool_calls: tuple[ToolCall, ...] = ()
     malformed: tuple[str, ...] = ()
     """A sentence for each call that could not be read."""
@@ -51,7 +51,7 @@ class Turn:
     raw_text: str = ""
     """With special tokens, in which some formats write calls, behind a `<think>` that the template opened."""
     context_tokens: int = 0
-    """Tokens that the turn was sampled behind."""
+    """Tokens before the turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Observation:
     messages: tuple[Message, ...] = ()
     """Of role `user` or `tool`. Empty only if the episode is done."""
     reward: float | None = None
-    """Of the turn."""
+    """The reward of the turn, if it has one of its own."""
     done: bool = False
     info: Mapping[str, float] = field(default_factory=dict)
     """Logged: the mean over episodes of each name's last value is the metric env/NAME."""
@@ -73,7 +73,7 @@ class Observation:
 
 
 class Environment(Protocol):
-    """A constructor takes the configured options as keywords."""
+    """The other side of an episode. A constructor takes the configured options as keywords."""
 
     async def reset(self, start: Start) -> Observation:
         """The messages stand behind the row's own, before the first assistant turn."""
@@ -94,7 +94,7 @@ class ToolResult:
 
 
 class Tool(Protocol):
-    """One object is made per episode."""
+    """A function that assistant turns may call. One object is made per episode."""
 
     schema: Mapping[str, Any]
     """{"name", "description", "parameters"} as OpenAI has it."""
@@ -118,7 +118,7 @@ class SimpleTool:
 
 
 def text_tool(name: str, description: str, argument: str, what: str) -> Mapping[str, Any]:
-    """A tool with one argument, a text."""
+    """The schema of a tool with one argument, a text."""
     properties = {argument: {"type": "string", "description": what}}
     parameters = {"type": "object", "properties": properties, "required": [argument]}
     return {"name": name, "description": description, "parameters": parameters}

@@ -33,16 +33,16 @@ from grpo_rl.envs.tool_formats import check_format
 from grpo_rl.registry import load_function
 
 LONGEST_REQUEST = 16 * 2**20
-"""Bytes."""
+"""Bytes of a request."""
 LONGEST_HEAD = 16 * 2**10
-"""Bytes."""
+"""Bytes of a request's head."""
 REQUEST_S = 60.0
 MOST_STRANGERS, ACCEPTED_AT_ONCE = 256, 32
 """Connections that have not shown the token yet: any user of this machine may connect. One more ends the
 oldest. So few are accepted between two looks that an agent's request, which comes at once, is not the
 oldest."""
 LAST_ANSWERS_S = 1.0
-"""For requests to read that the conversation is over."""
+"""Seconds for requests to read that the conversation is over."""
 
 
 class ChatEndpoint:

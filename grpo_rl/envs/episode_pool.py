@@ -33,12 +33,13 @@ from grpo_rl.types import GREEDY, Ending, Metrics, Prompt, Rollout, Sampling
 LOOK_S = 0.02
 """To wait for turns before another look at environments that are at work."""
 QUIET_S = 0.5
-"""The same if no environment is at work."""
+"""Seconds to wait if no environment is at work."""
 DRAIN_S = 0.001
 """To wait for further turns that have ended with the first."""
 
 LONGEST_TOKEN = 16
-"""Characters: longer messages are refused before they are tokens."""
+"""Characters of a token: messages with more for each token of a context are too long before they are
+tokens."""
 MOST_TOOL_LISTS = 64
 
 
@@ -77,9 +78,9 @@ class Playing(Conversation):
     wave: int = 0
     """Calls of `forget` before this episode: engines may still answer requests of those."""
     asked: str | None = None
-    """The turn that is being sampled."""
+    """The id of the turn that is being sampled."""
     began: float | None = None
-    """The first turn, by time.monotonic()."""
+    """time.monotonic() of the first request."""
     counts: Counter[str] = field(default_factory=Counter)
     waits_s: list[float] = field(default_factory=list)
     info: dict[str, float] = field(default_factory=dict)
@@ -91,7 +92,7 @@ class Playing(Conversation):
 
     @property
     def name(self) -> str:
-        """Of this attempt, for the environment processes."""
+        """The name of this attempt for the environment processes."""
         return f"{self.id}#{self.attempt}" if self.wave == 0 else f"{self.id}#{self.wave}.{self.attempt}"
 
     @property
@@ -157,9 +158,9 @@ class EpisodePool(WholeBatches):
         self.retries, self.quiet_s = retries, quiet_s
         self._playing: dict[str, Playing] = {}
         self._of_name: dict[str, Playing] = {}
-        """By the name of the attempt."""
+        """Episodes by the name of their attempt."""
         self._of_turn: dict[str, Playing] = {}
-        """By the turn's id."""
+        """Episodes by the id of the turn that is being sampled."""
         self._ended: dict[str, Rollout] = {}
         self._due: dict[str, tuple[Prompt, Sampling]] = {}
         """By the episode's id."""
@@ -247,14 +248,14 @@ class EpisodePool(WholeBatches):
             )
 
     def _hear(self, wait_s: float) -> int:
-        """Returns the number of answers."""
+        """Take in what environments have answered; return the number of answers."""
         events = self.environments.events(wait_s)
         for event in events:
             self._happened(event)
         return len(events)
 
     def _take_turns(self, wait_s: float) -> int:
-        """Returns the number of turns."""
+        """Take in the turns that have ended; return their number."""
         turns = list(itertools.islice(self.turns.completed(wait_s), 1))
         if turns:
             turns += self.turns.completed(DRAIN_S)

@@ -24,7 +24,7 @@ class EpisodeSetup:
 
     @staticmethod
     def of(config: Config) -> EpisodeSetup | None:
-        """Raises ConfigError with all problems."""
+        """None if the run has no episodes. Raises ConfigError with all problems."""
         if not plays_episodes(config):
             return None
         multi_turn, problems = config.actor_rollout_ref.rollout.multi_turn, list[str]()

@@ -14,9 +14,9 @@ SEED = 0
 RESAMPLES = 10_000
 SHUFFLES = 100_000
 EXACT_UP_TO = 16
-"""For more prompts signs are drawn."""
+"""Prompts for which all signs are counted; for more they are drawn."""
 _AT_ONCE = 2**22
-"""Numbers drawn at a time."""
+"""Numbers drawn at a time, for any number of prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def _resampled_means(values: np.ndarray) -> np.ndarray:
 
 
 def _sign_flips(differences: np.ndarray) -> float:
-    """Two-sided. Zeros have no sign."""
+    """The two-sided p of the mean under random signs. Zeros have no sign."""
     sizes = np.abs(differences[differences != 0])
     if not len(sizes):
         return 1.0

@@ -17,7 +17,7 @@ from grpo_rl.telemetry.metrics.validation import logged_value
 
 ALL = "all sources"
 Groups = Mapping[int, Sequence[Record]]
-"""By the prompt's row."""
+"""The n responses to each prompt, by its row."""
 Table = tuple[list[str], list[list[str]]]
 """Header and rows."""
 
@@ -27,14 +27,14 @@ class SourceResult:
     source: str
     num_prompts: int
     metrics: dict[str, list[Estimate]]
-    """One for each model."""
+    """Estimates of each metric, one for each model."""
     differences: dict[str, list[Difference]]
     """Of each further model to the first."""
     lengths: list[float]
     truncated: list[float]
     failures: list[int]
     binary: bool
-    """Every value is 0 or 1."""
+    """Whether every value is 0 or 1."""
 
 
 def results_of(models: Sequence[Groups], *, pass_at: float = 1.0) -> list[SourceResult]:

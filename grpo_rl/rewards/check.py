@@ -52,7 +52,7 @@ IN_MARKS, BARE = "the ground truth in the forms of the known rules", "the bare g
 PLAIN_DIGITS = 6
 """More digits before or behind the point are written with a power of ten."""
 MAX_NUMBERS = 5
-"""Of a countdown that is solved: six take seconds."""
+"""Numbers of a countdown that is solved: six take seconds."""
 
 
 class Row(NamedTuple):

@@ -89,7 +89,7 @@ class RewardFunction:
 
     @property
     def may_score_steps(self) -> bool:
-        """A user's function always may."""
+        """A function of a user's always may."""
         return any(component.own or component.name in SCORE_STEPS for component in self.components)
 
     @property
@@ -164,7 +164,7 @@ def place(name: str, rollout: Rollout) -> str:
 
 
 def audit_of(config: RewardConfig) -> RewardConfig:
-    """`functions` and `audit` in each other's place."""
+    """The settings of `reward.audit`, with the two lists of functions in each other's place."""
     return replace(
         config,
         functions=[name for name in config.audit if name != JUDGE],

@@ -29,7 +29,7 @@ KINDS = (TIMEOUT, ERROR, INVALID)
 CALLED = "; it is called as "
 SHOWN_CAUSES = 3
 LONGEST_CAUSE = 2000
-"""Characters: an exception's text may hold a whole response."""
+"""Characters of a cause: an exception's text may hold a whole response."""
 
 
 class RewardFailure(RewardError):
@@ -74,7 +74,7 @@ class RewardResult(NamedTuple):
 
     score: float
     values: Mapping[str, float] = MappingProxyType({})
-    """Logged as `name/key`."""
+    """Further numbers, logged as `name/key`."""
     steps: Any = None
     """A function's value of `steps`, unread, or a model's rewards of steps, on tokens."""
 

@@ -26,7 +26,7 @@ NO_STEPS = (
 )
 BLOCK = 64
 UNFINISHED = "\ufffd"
-"""What the bytes of an incomplete character decode to."""
+"""The character to which the bytes of an incomplete one decode."""
 
 
 def read_steps(steps: Any, rollout: Rollout, decode: Decode, factor: float = 1.0) -> tuple[Step, ...]:

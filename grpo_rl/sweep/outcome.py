@@ -31,7 +31,7 @@ SWEEP_FILE = "sweep.json"
 _PLAIN = re.compile(r"[^A-Za-z0-9._+-]+")
 _LONGEST = 60
 LAST_STEPS = 5
-"""Their mean stands for the end of a run."""
+"""Training steps whose mean stands for the end of a run."""
 LOSSES = {"validation loss": "val/loss", "training loss": "train/loss"}
 
 
@@ -40,7 +40,7 @@ class Point:
     values: Mapping[str, str]
     """By axis, as Hydra writes it."""
     name: str
-    """Of the run's folder, such as `lr=0.001,seed=2`."""
+    """The name of the run's folder, such as `lr=0.001,seed=2`."""
 
     @property
     def setting(self) -> tuple[tuple[str, str], ...]:
@@ -53,7 +53,7 @@ class SweptRun:
     point: Point
     state: str
     progress: str
-    """Logged training steps, and of how many."""
+    """Training steps that were logged, and of how many."""
     values: Mapping[str, float]
     """By the names of the table's columns."""
 

@@ -44,7 +44,7 @@ from grpo_rl.telemetry.status import read_status
 
 T = TypeVar("T")
 STOPPED_CODES = (75, 130)
-"""Of a run that was stopped from outside."""
+"""Exit codes of a run that was stopped from outside."""
 STOP_FILE = ".stop"
 """In the sweep's folder: the runs save and end, and no other starts, on whatever machine."""
 UNTIL = "sweep.until"
@@ -77,14 +77,14 @@ class RunPoint:
 
     folder: Path
     options: Sequence[str]
-    """Those that name files."""
+    """The options that name files."""
     axes: frozenset[str]
     """Keys that have several values, or from which a sweeper draws."""
     done: frozenset[str] = frozenset()
     totals: Mapping[str, int] = field(default_factory=dict)
     """The training steps of each planned run."""
     controller: int = 0
-    """Receives the user's signals."""
+    """The process that receives the user's signals."""
 
     def __call__(self, composed: Any) -> float:
         """Returns the run's score: more is better. Raises RunFailed."""
@@ -153,12 +153,12 @@ class Sweep:
     points: Sequence[Point]
     """Empty if a sweeper draws them."""
     composed: Mapping[str, Composed]
-    """By the run's name."""
+    """Configurations by the run's name."""
     is_named: bool
-    """The same command goes on with the sweep."""
+    """Whether the same command goes on with the sweep."""
     task: RunPoint
     words: Sequence[str]
-    """For Hydra."""
+    """The words for Hydra."""
 
 
 def run_sweep(argv: Sequence[str]) -> int:
@@ -229,7 +229,7 @@ class _Signals:
 
 
 def _steps(composed: Composed) -> int:
-    """Plans the run."""
+    """Plan a run; return its steps."""
     refuse_taken(composed.config.trainer.default_local_dir, composed.config.trainer.experiment_name)
     return make_plan(composed).sizes.total_steps or 0
 
@@ -256,7 +256,7 @@ def _of_each(names: Sequence[str], num_runs: int, make: Callable[[str], T]) -> d
 
 
 def _is_done(sweep: Sweep, point: Point) -> bool:
-    """With the same configuration."""
+    """Whether the run has ended well with the configuration that it has now."""
     folder = sweep.folder / point.name
     if read_status(folder).get("state") != "done":
         return False

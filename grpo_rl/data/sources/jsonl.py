@@ -16,7 +16,7 @@ from grpo_rl.errors import DataError
 
 BLOCK = 8 * 2**20
 LARGEST_ARRAY = 512 * 2**20
-"""An array can only be read whole."""
+"""Bytes of a .json file that is one array, which can only be read whole."""
 BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 _BLANK = (0x09, 0x0A, 0x0D, 0x20)
 

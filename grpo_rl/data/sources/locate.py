@@ -21,7 +21,7 @@ HUB_PREFIX = "hf:"
 _OF_DATASETS = ("cache-", "indices", "dataset_info.json", "state.json", "dataset_dict.json")
 """Files that `datasets` keeps beside saved rows."""
 FIRST_ROWS, FIRST_BYTES = 64, 16 * 2**20
-"""Of each file, before anything starts."""
+"""What is read of each file before anything starts."""
 LISTED = 10
 
 

@@ -19,7 +19,7 @@ from grpo_rl.errors import ConfigError, DataError, raised_in
 from grpo_rl.registry import calling_user_function, load_function
 
 HASHED_ROWS = 16
-"""In the fingerprint, spread evenly over each source."""
+"""Rows in the fingerprint, spread evenly over each source."""
 Fingerprint = list[dict[str, Any]]
 
 
@@ -113,7 +113,7 @@ class Joined(RowSource):
 
 
 def split_options(spec: str, known: Sequence[str] = ()) -> tuple[str, dict[str, str]]:
-    """Of `NAME?option=value&...`. Raises ConfigError."""
+    """Name and options of `NAME?option=value&...`. Raises ConfigError."""
     name, _, query = spec.partition("?")
     options: dict[str, str] = {}
     for part in query.split("&") if query else []:

@@ -25,7 +25,7 @@ READ_ROWS = 4096
 
 
 class Table(RowSource):
-    """May be larger than memory."""
+    """The rows of an Arrow table, which may be larger than memory."""
 
     def __init__(self, name: str, table: Any, num_bytes: int = 0) -> None:
         self.name, self.num_bytes = name, num_bytes

@@ -75,7 +75,7 @@ EXCLUDE = (
     {"bullets", "first_word"},
     {"bullets", "at_most_words"},
 )
-"""May contradict each other."""
+"""Constraints that may contradict each other."""
 
 
 def instructions(*, num_rows: Count = 512, constraints: str = "1,2", split: Split = "train", seed: AnySeed = 0) -> LazyRows:

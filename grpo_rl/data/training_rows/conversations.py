@@ -27,14 +27,14 @@ from grpo_rl.types import Batch
 ASSISTANT = "assistant"
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _OF_ROLLOUTS = ("prompt_length", "response_length", "finish_reason")
-"""Beside prompt and response, in <run>/rollouts/step_N.jsonl."""
+"""Columns of <run>/rollouts/step_N.jsonl beside prompt and response."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
     messages: list[dict[str, Any]]
     options: dict[str, Any] = field(default_factory=dict)
-    """Of the chat template: `tools`, `enable_thinking`."""
+    """The row's own arguments of the chat template: `tools`, `enable_thinking`."""
     of_strings: bool = False
     """Prompt and response are plain strings."""
 
@@ -46,7 +46,7 @@ class Rendered:
     prompt: str
     response: str
     prompt_length: int
-    """Tokens in that run."""
+    """Tokens of the prompt in that run."""
     ends: bool
     """With an end token that the text does not show."""
     response_ids: Any = None
@@ -115,7 +115,7 @@ class Tokenizing:
     def __init__(self, renderer: Renderer) -> None:
         self.renderer, self.tokenizer, self._ids = renderer, renderer.tokenizer, renderer.words.ids
         self.num_from_text = 0
-        """Sampled responses without their tokens."""
+        """Sampled responses whose rows have no tokens."""
 
     def __call__(self, chat: Chat | Rendered, where: str) -> Demonstration:
         """Raises BadRow if the trained tokens cannot be found exactly."""
@@ -158,7 +158,7 @@ class Tokenizing:
         return _answer(prompt_ids, response_ids)
 
     def _plain(self, prompt: str, response: str, where: str) -> Demonstration:
-        """The response ends with the end-of-sequence token."""
+        """Without a template a response ends with the end-of-sequence token."""
         words = self.renderer.words
         prompt_ids = words.ids(words.marked(prompt), add_special_tokens=True)
         return _predictable(_answer(prompt_ids, [*self._ids(words.marked(response)), self.tokenizer.eos_token_id]), where)
@@ -287,7 +287,7 @@ def supervised_batch(demonstrations: Sequence[Demonstration]) -> Batch:
 
 
 def task_demonstrations(task: str, tokenizer: Any) -> list[Demonstration]:
-    """For the supervised warm start of an embedded model."""
+    """Demonstrations for the supervised warm start of an embedded model."""
     made, truth = (DataConfig(response_key=key) for key in ("extra_info.demonstration", "reward_model.ground_truth"))
     tokenizing = Tokenizing(Renderer(truth, tokenizer))
     demonstrations = []

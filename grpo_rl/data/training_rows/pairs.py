@@ -34,7 +34,7 @@ PairTexts = tuple[Asked, str, str, float | None]
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """int32; each answer with the end-of-sequence token."""
+    """Tokens (int32), each answer with the end-of-sequence token."""
 
     prompt_ids: np.ndarray
     chosen_ids: np.ndarray
@@ -168,7 +168,7 @@ def _tokens(prompt_row: Asked, answers: Sequence[str], renderer: Renderer, where
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """Tokens are int32."""
+    """A prompt and an answer in tokens (int32), and whether it is desirable."""
 
     prompt_ids: np.ndarray
     answer_ids: np.ndarray

@@ -20,7 +20,7 @@ _OF_LOG = (
     *("prompt", "response", "token_ids", "reward", "data_source", "ground_truth", "uid", "sample", "finish_reason"),
     *("prompt_length", "response_length"),
 )
-"""Columns of a collected row."""
+"""Columns of the log of rollouts that a collected row has."""
 _COLUMNS = ("prompt_key", "response_key", "chosen_key", "rejected_key", "messages_key", "custom_cls", "system_prompt")
 
 

@@ -48,7 +48,7 @@ class MoveResult:
     progress: float = 0.0
     """Of the game, or the quality of the move, from 0 to 1."""
     malformed: bool = False
-    """It costs its turn."""
+    """The move could not be read: it costs its turn."""
 
 
 class Game(ABC):
@@ -60,7 +60,7 @@ class Game(ABC):
     """
 
     name: str
-    """The `data_source` of its rows."""
+    """The `data_source` of the game's rows."""
 
     def __init__(self, *, turns: int, partial: float, rewards: Rewards = "end") -> None:
         if partial >= 1:
@@ -109,4 +109,4 @@ class Game(ABC):
 
     @abstractmethod
     def move(self, text: str) -> MoveResult:
-        """Each episode has a thread of its own."""
+        """May take its time: each episode has a thread of its own."""

@@ -32,7 +32,7 @@ class Event:
     answer: Mapping[str, Any] | None = None
     cause: str = ""
     seconds: float = 0.0
-    """Since it was asked."""
+    """Seconds since the work was asked for."""
 
 
 class EnvironmentProcess:
@@ -106,12 +106,12 @@ class EnvironmentPool:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue() if inbox is None else inbox
         self._serials = itertools.count()
         self._asked: dict[int, _Asked] = {}
-        """By serial number."""
+        """Work by its serial number."""
         self._serial_of: dict[str, int] = {}
-        """Without closing."""
+        """The work that each episode waits for, closing left out."""
         self._place: dict[str, EnvironmentProcess] = {}
         self._waiting: deque[tuple[str, dict[str, Any]]] = deque()
-        """Without room yet."""
+        """Episodes for which there is no room yet."""
         self._closed = False
         self._tried_again: set[int] = set()
         """Processes whose first start ended before they were ready."""
@@ -125,7 +125,7 @@ class EnvironmentPool:
 
     @property
     def num_waiting(self) -> int:
-        """Includes episodes without room."""
+        """Answers that have not come yet, those of episodes without room included."""
         return len(self._waiting) + len(self._serial_of)
 
     def begin(self, episode: str, start: Mapping[str, Any]) -> None:
@@ -181,7 +181,7 @@ class EnvironmentPool:
         return process
 
     def _note(self, process: EnvironmentProcess, episode: str, op: Op, limit_s: float) -> int:
-        """Returns the serial number."""
+        """Note a piece of work; return its serial number."""
         serial, start_time = next(self._serials), time.monotonic()
         self._asked[serial] = _Asked(episode, process, start_time, op, start_time + limit_s)
         return serial

@@ -90,7 +90,7 @@ class EpisodeHost:
         return _plain(answer, counts)
 
     async def close(self) -> None:
-        """All of them, whichever fail."""
+        """Release the environment and every tool, whichever of them fail."""
         holders: list[Any] = [*self.tools.values(), *([] if self.environment is None else [self.environment])]
         results = await asyncio.gather(*(_result(holder.close) for holder in holders), return_exceptions=True)
         for result in results:
@@ -213,7 +213,7 @@ class Episodes:
         self._parent, self._setup = parent, setup
         self._hosts: dict[str, tuple[EpisodeHost, asyncio.AbstractEventLoop]] = {}
         self._threads: dict[str, threading.Thread] = {}
-        """The last work on each episode."""
+        """The thread of the last work on each episode."""
         self._tasks: dict[str, asyncio.Task[Any]] = {}
         """That has not ended."""
 
@@ -251,7 +251,7 @@ class Episodes:
                     closed[1].close()
 
     def _cancelled(self, name: str, thread: threading.Thread) -> bool:
-        """Whether the work's thread has ended."""
+        """Cancel the work on an episode; return whether its thread has ended."""
         if (task := self._tasks.get(name)) is not None:
             with contextlib.suppress(RuntimeError):  # its loop has ended meanwhile
                 task.get_loop().call_soon_threadsafe(task.cancel)

@@ -41,7 +41,7 @@ class Index:
 
 @lru_cache(maxsize=4)
 def index_of(folder: str) -> Index:
-    """Read once in each process."""
+    """A folder is read once in each process."""
     return Index(passages_of(Path(folder)))
 
 

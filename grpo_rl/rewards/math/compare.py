@@ -12,7 +12,7 @@ from grpo_rl.rewards.math.math_tokens import MAX_TEXT, differ, readings, spellin
 from grpo_rl.rewards.math.math_values import Expression, NoExpression, Number, TwoNumbers, close, values
 
 MAX_ELEMENTS = 60
-"""A larger set must be written alike."""
+"""Elements of a set in any order; a larger one must be written alike."""
 MAX_NESTING = 6
 SIGNIFICANT = 6
 """Of a decimal that may stand for 1/3 or a root."""
@@ -223,7 +223,7 @@ def _approximation(sides: MathAnswer) -> MathAnswer:
 
 
 def _rounds_to(exact: MathAnswer, rounded: MathAnswer) -> bool:
-    """Rounded or cut off."""
+    """Whether a number, rounded or cut off, is the other."""
     if not exact.kind == rounded.kind == "number" or len(exact.value) != 1 or len(rounded.value) != 1:
         return False
     if rounded.decimals < 0 or exact.marks or rounded.marks:

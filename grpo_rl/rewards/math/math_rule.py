@@ -76,7 +76,7 @@ def _graded(gold: str, answer: str, algebra: bool) -> tuple[bool, bool]:
 
 
 def _asks_for_value(question: str, gold: str) -> bool:
-    """As in `What is 17*23?`."""
+    """Whether the question has an expression whose value is the ground truth: `What is 17*23?`."""
     expressions = [text.strip(" \t\n.,=") for text in EXPRESSION.findall(question)] if len(question) <= LONGEST_QUESTION else []
     return any(operations(text) > operations(gold) and compare(gold, text) is True for text in expressions)
 
@@ -97,7 +97,7 @@ MAX_NESTING = 6
 MAX_POWERS = 8
 MAX_EXPONENT = 99
 MAX_GROUP_EXPONENT = 4
-"""An algebra system multiplies a power of brackets out."""
+"""Of brackets, which an algebra system multiplies out."""
 MAX_FUNCTIONS = 4
 MAX_SEPARATORS = 12
 MAX_CELLS = 9
@@ -177,7 +177,7 @@ def equivalent(gold: str, answer: str) -> bool:
 
 @functools.cache
 def _load() -> None:
-    """First comparisons load what would count as calls."""
+    """Load before calls are counted what the first comparisons load."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns, once for a process, that its timeouts are off
     for gold, answer in (("x<1", "1>x"), ("2 \\le x \\le 3", "[2,3]"), ("x^2=4", "x=\\pm\\sqrt{4}")):
         _equal(gold, answer)

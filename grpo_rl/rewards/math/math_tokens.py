@@ -115,7 +115,7 @@ SIGNS = {"\\circ": "deg", "\\degree": "deg", "\\$": "$", "%": "%"}
 POWERS = {"square": "^2", "sq": "^2", "squared": "^2", "cubic": "^3", "cubed": "^3"}
 OTHER_UNITS = "mm cm km mi ft kg hr unit units square sq cubic people students ways times points per integers numbers"
 UNITS = frozenset(OTHER_UNITS.split()) | {name for name in MEASURES if len(name) > 2}
-"""Units without `\\text` around them, too."""
+"""Words that are units without `\\text` around them, too."""
 
 
 class Reading(NamedTuple):

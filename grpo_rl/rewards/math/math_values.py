@@ -129,7 +129,7 @@ class Expression:
         return base, is_number
 
     def _mixed(self) -> Number:
-        """`1\\frac{2}{3}` is a mixed number."""
+        """A number, or a mixed one such as `1\\frac{2}{3}`."""
         integer = _read_number(self._take())
         if self._next() != "\\frac" or integer.denominator != 1:
             return integer
@@ -248,7 +248,7 @@ def _factorial(value: Number) -> Number:
 
 
 def _binomial(top: Number, bottom: Number) -> Number:
-    """For a whole `bottom` and any exact `top`."""
+    """Of a whole `bottom` and any exact `top`."""
     if not (isinstance(top, Fraction) and isinstance(bottom, Fraction)) or bottom.denominator != 1:
         raise NoExpression
     if top.denominator == 1 and 0 <= bottom <= top:
@@ -288,7 +288,7 @@ def typed_value(text: str) -> tuple[Number, list[str]]:
 
 
 def close(first: Number, second: Number, tolerance: float = 1e-9) -> bool:
-    """Fractions are compared exactly."""
+    """Equal up to a relative `tolerance`; fractions exactly."""
     if isinstance(first, Fraction) and isinstance(second, Fraction) and tolerance <= 1e-9:
         return first == second
     try:

@@ -29,11 +29,11 @@ from grpo_rl.rewards.models.judge_answers import Criterion, Parser, aggregated, 
 from grpo_rl.rewards.models.judge_question import ERROR, INVALID, TIMEOUT, JudgeSpec, question
 
 FIRST_ANSWER_S = 10.0
-"""For the check before the start."""
+"""For an answer to the check before the start."""
 RETRIED = (408, 425, 429)
 """Statuses that may be over at the next try, as all of 5xx."""
 LARGEST_ANSWER = 4_000_000
-"""Bytes."""
+"""Bytes of an answer."""
 SHOWN = 200
 LONGEST_BACKOFF_S = 60.0
 

@@ -123,7 +123,7 @@ def _graded(candidates: list[str], ground_truth: str) -> dict[str, float]:
 
 
 def to_number(text: str) -> Decimal | None:
-    """Of `1,000`, `$18` or `18.50`."""
+    """The exact value of `1,000`, `$18` or `18.50`."""
     text = text.removesuffix(".")
     if len(text) > MAX_LENGTH or not NUMBER.fullmatch(text):
         return None

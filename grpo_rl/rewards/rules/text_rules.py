@@ -18,7 +18,7 @@ from grpo_rl.rewards.rules.answers import (
 )
 
 MAX_ANSWER = 10_000
-"""Normalising a longer answer would cost too much."""
+"""Characters: normalising a longer answer would cost too much."""
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 

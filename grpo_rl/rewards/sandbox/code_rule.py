@@ -130,7 +130,7 @@ def last_program(text: str) -> str | None:
 
 DEEPEST = 200
 MOST_ALIKE = 50
-"""Values of one hash in a set."""
+"""Values of a set with the same hash."""
 
 
 def decode(value: bytes) -> Any:
@@ -432,7 +432,7 @@ def _same_word(word: str, expected: str) -> bool:
 
 
 def _near(value: float, expected: float, text: str) -> bool:
-    """0 is not 1e-9."""
+    """Within 1e-6, or the rounding of the expected number: 0 is not 1e-9."""
     last_place = Decimal(text).as_tuple().exponent
     half = 0.5 * 10.0**last_place if isinstance(last_place, int) else 0.0
     return math.isclose(value, expected, rel_tol=1e-6, abs_tol=min(1e-6, half))

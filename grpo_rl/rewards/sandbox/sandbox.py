@@ -25,7 +25,7 @@ from grpo_rl.rewards.sandbox.syscall_filter import PIVOT_ROOT, call_filter
 
 NOBODY = 65534
 START_S = 20.0
-"""Seconds; 0.03 on an idle machine."""
+"""Starting takes 0.03 s on an idle machine."""
 GRACE_S = 5.0
 """For the inside to report beyond a case's time; then everything in it is killed."""
 ROOT = Path(__file__).resolve().parents[3]
@@ -33,7 +33,7 @@ LAUNCH = (
     "import sys; sys.path.insert(0, sys.argv[1]); from grpo_rl.rewards.sandbox.inside import launch; "
     "del sys.path[0]; launch(int(sys.argv[2]))"
 )
-"""Modules are compiled once, a script each time."""
+"""Imports a module, because those are compiled once and a script each time."""
 SETUP_FAILED = b"S"
 STATUS = {b"E": "ended", b"T": "timeout", b"O": "output"}
 MIB = 1 << 20
@@ -77,7 +77,7 @@ class CaseOutcome:
     exit_code: int = -1
     stdout: bytes = b""
     value: bytes = b""
-    """To be read with `code_rule.decode`."""
+    """The returned value, to be read with `code_rule.decode`."""
     stderr: bytes = b""
 
     @property
@@ -141,7 +141,7 @@ class Sandbox:
             ) from error
 
     def begin(self, case: Case, time_s: float) -> bytes:
-        """Returns what the outcome begins with."""
+        """Start a case without waiting for its end; return what its outcome begins with."""
         nonce = secrets.token_bytes(inside.NONCE_BYTES)
         request = {
             "stdin": case.stdin.encode(errors="replace"),

@@ -29,7 +29,7 @@ SINCE_424 = {
     "memfd_secret": 447,
     "process_mrelease": 448,
 }
-"""The same on every architecture."""
+"""Calls with the same number on every architecture."""
 NEWEST = 450
 CLONE3 = 435
 
