@@ -154,8 +154,7 @@ def _pass_on(lines: IO[str], write: Callable[[str], Any]) -> None:
 
 
 def _wait(process: subprocess.Popen[Any], grace_s: float) -> int:
-    """Return the exit code. An interrupt asks the run to stop; a second one, or the end of the grace period,
-    kills it."""
+    """An interrupt asks the run to stop; a second one, or the end of the grace period, kills it."""
     try:
         return process.wait()
     except KeyboardInterrupt:

@@ -20,8 +20,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 class Arguments(argparse.ArgumentParser):
-    """A parser without abbreviations that raises ConfigError and names the nearest option for an
-    unknown one."""
+    """A parser without abbreviations that raises ConfigError and names the nearest option."""
 
     def __init__(self, command: str, description: str, example: str) -> None:
         super().__init__(

@@ -93,10 +93,7 @@ class OutOfMemory(ClusterError):
 
 
 class Preempted(BaseException):
-    """A signal asked the run to stop, and what it had learnt is kept.
-
-    No Exception, so that code that handles failures in the main thread does not catch it.
-    """
+    """A signal asked the run to stop; no Exception, so that handlers of failures do not catch it."""
 
     exit_code: int = 75
 
@@ -140,10 +137,7 @@ def headline(error: BaseException) -> str:
 
 
 def details(error: BaseException, limit: int = 20) -> list[str]:
-    """Return at most `limit` lines of the message below its headline, then those that name log files.
-
-    Lines that begin with "|" quote a log or a traceback, and stay in the log file.
-    """
+    """Return at most `limit` lines below the headline, and log files; lines with "|" stay in the logs."""
     lines = [line.strip() for line in str(error).strip().splitlines()[1:]]
     logs = [line for line in lines if line.startswith("log:")]
     causes = [line for line in lines if line and not line.startswith(("|", "log:"))]

@@ -20,8 +20,7 @@ _KEY = "expandable_segments"
 
 
 def settings(*, shareable: bool = False) -> str:
-    """Return the user's settings, with expandable segments unless they say otherwise or memory is
-    `shareable`."""
+    """Return the user's settings, with expandable segments unless they say otherwise or `shareable`."""
     user = next((os.environ[name] for name in VARIABLES if os.environ.get(name)), "")
     fields = dict(field.strip().split(":", 1) for field in user.split(",") if ":" in field)
     expandable = not shareable and fields.get(_KEY, "True").strip().lower() in ("true", "1")

@@ -43,10 +43,7 @@ def machine_memory() -> MachineMemory:
 
 
 def _groups() -> Iterator[tuple[Path, str, str]]:
-    """Yield the folders of this process's control groups and all above, and their files of limit and use.
-
-    A container often sees its own group as the root, and its path as the host has it.
-    """
+    """A container often sees its own group as the root, and its path as the host has it."""
     for line in OWN_GROUPS.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         group_path = PurePosixPath(path.lstrip("/"))

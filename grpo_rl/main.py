@@ -65,10 +65,7 @@ def exit_code_after(
     refusal: str = REFUSAL,
     on_error: Callable[[BaseException], None] = lambda error: None,
 ) -> int:
-    """Return the work's exit code, or that of its failure, which is printed on stderr.
-
-    `refusal` stands before the list of a configuration's problems.
-    """
+    """A failure is printed on stderr, after `refusal` if it is a list of a configuration's problems."""
     try:
         return work()
     except (Exception, KeyboardInterrupt, Preempted) as error:
@@ -147,8 +144,7 @@ def done_already(composed: Composed, total: int | None) -> str | None:
 
 @contextmanager
 def _ended_by_an_interrupt() -> Iterator[None]:
-    """End the process at once on Ctrl-C: importing a library in C turns KeyboardInterrupt into another
-    error."""
+    """End at once on Ctrl-C: importing a library in C turns KeyboardInterrupt into another error."""
 
     def end(number: int, frame: object) -> None:
         os.write(2, b"\ninterrupted\n")
@@ -321,8 +317,7 @@ def prepare(course: Course) -> None:
 
 
 def _go_back(course: Course, error: WorkerFailed) -> None:
-    """Go on from the newest checkpoint. Raises `error` if it ends the run, ClusterError after the last
-    restart."""
+    """Go on from the newest checkpoint. Raises `error` if it ends the run, ClusterError after too many."""
     recoveries = course.recoveries
     if not recoveries.restarts or not (course.session.status.has_begun or course.lost):
         raise error  # workers that fail at their first start will fail again
@@ -443,10 +438,7 @@ def leaving_results(course: Course, training: RunLoop) -> Iterator[None]:
 
 
 def look_at_inputs(plan: Plan) -> None:
-    """Read tokenizer, data and rewards as a start would, print its warnings, and raise its errors.
-
-    Left out if a start would first make or fetch something, and if it would happen on another machine.
-    """
+    """Read inputs as a start would, unless it would fetch something, or happen on another machine."""
     path = Path(plan.config.actor_rollout_ref.model.path)
     if plan.machine.name or plan.collection is not None or not path.is_dir():
         return
@@ -475,8 +467,7 @@ def _warnings(inputs: Inputs, runs: Path) -> Iterator[str]:
 
 
 def export(course: Course, training: RunLoop) -> None:
-    """Raises CheckpointError; the error names the checkpoint of what was trained if the disk has room for
-    one."""
+    """Raises CheckpointError, which names the checkpoint of what was trained if the disk has room for it."""
     run_dir, console, roles = course.session.run_dir, course.session.console, training.roles
     trainer = course.composed.config.trainer
     if not (trainer.export_at_end and course.plan.trains):

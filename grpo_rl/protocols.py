@@ -1,5 +1,4 @@
-"""The interfaces between the training loop and the roles, which `cluster/roles/` implements over Ray worker
-groups."""
+"""The interfaces between the training loop and the roles; `cluster/roles/` implements them over Ray."""
 
 from __future__ import annotations
 
@@ -116,8 +115,7 @@ class RolloutPool(Protocol):
         """Bring every replica to the current weights of `actor`, a role of the same cluster."""
 
     def keep_weights(self) -> AbstractContextManager[None]:
-        """Return a context in which another thread works with the actor: replicas that come back serve after
-        it."""
+        """Inside, another thread works with the actor: replicas that come back serve after it."""
 
     def submit(self, prompts: Sequence[Prompt], n: int, sampling: Sampling, *, greedy: bool = False) -> list[str]:
         """Ask for n rollouts per prompt, beside those on their way; return their ids, by prompt and sample.
@@ -126,7 +124,7 @@ class RolloutPool(Protocol):
         """
 
     def completed(self, wait_s: float | None = None, only: Collection[str] | None = None) -> Iterator[Rollout]:
-        """Yield rollouts as they end, until all that were asked for (of `only`) have, or for `wait_s`.
+        """Yield rollouts as they end, until none (of `only`) is missing, or for `wait_s`.
 
         Raises WeightVersionError for a rollout with a token of older weights than the pool allows.
         """

@@ -247,17 +247,13 @@ def versions_ahead_of(schedule: Callable[..., Any]) -> int | None:
 
 
 def formula_of(function: Callable[..., Any]) -> str:
-    """Return the docstring's text from `Formula:` to the next blank line, on one line; else the function's
-    name."""
+    """Return the docstring's text from `Formula:` to the next blank line; else the function's name."""
     return _passage(function, "Formula:") or getattr(function, "__name__", repr(function))
 
 
 def coefficient_of(function: Callable[..., Any]) -> str:
-    """Return the text after `Gradient:` in the docstring: the factor of ∇log π in the function's gradient.
-
-    For a loss it is the gradient coefficient of DeepSeekMath (arXiv 2402.03300), section 5.2.1, whose sign is
-    that of -loss.
-    """
+    """Return the text after `Gradient:`, the factor of ∇log π: DeepSeekMath (arXiv 2402.03300), section
+    5.2.1."""
     return _passage(function, "Gradient:")
 
 
@@ -267,10 +263,7 @@ def _passage(function: Callable[..., Any], heading: str) -> str:
 
 
 def formula_by(rewrite: Callable[[str, Mapping[str, Any]], str]) -> Callable[[F], F]:
-    """Note that a function's formula depends on options that are no numbers.
-
-    `rewrite` gets the docstring's formula and all options, and returns the formula that they make.
-    """
+    """`rewrite` makes the formula of the docstring's and all options."""
 
     def note(function: F) -> F:
         function.rewrite_formula = rewrite  # type: ignore[attr-defined]
@@ -308,10 +301,7 @@ def guarded(function: F, what: str, interface: str) -> F:
 
 @contextmanager
 def calling_user_function(what: str, interface: str = "", kind: type[GrpoRlError] = FunctionError) -> Iterator[None]:
-    """Turn an exception of a user's own code (`what`) into one of `kind` with file, line and interface.
-
-    Our own errors pass unchanged, and so does a function's want of memory.
-    """
+    """Turn a user's exceptions in `what` into `kind`, but not our own errors or a want of memory."""
     try:
         yield
     except GrpoRlError:

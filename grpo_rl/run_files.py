@@ -169,10 +169,7 @@ _BLOCK, _BLOCKS = 65_536, 32
 
 
 def weights_digest(folder: Path) -> str:
-    """Return a digest of a model folder's config and, per file of weights, its size and 32 blocks.
-
-    One optimizer step changes nearly every number, so that blocks show it.
-    """
+    """Of config, sizes and 32 blocks per file: one optimizer step changes nearly every number."""
     digest = hashlib.sha256()
     for path in sorted([*folder.glob("*.safetensors"), *folder.glob("config.json"), *folder.glob("tokenizer*.json")]):
         size = path.stat().st_size

@@ -32,8 +32,7 @@ class Run:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        """Open the run in `folder`, which may also be a name below `runs`. Raises DataError if there
-        is none."""
+        """Open the run in `folder`, or of a name below `runs`. Raises DataError if there is none."""
         folder_of_run = named_run(str(folder))
         if folder_of_run is None:
             raise DataError(no_run(str(folder)))
@@ -49,8 +48,8 @@ class Run:
 
     @property
     def status(self) -> Mapping[str, Any]:
-        """The content of status.json: state, phase, step, total, last_commit, error and more; empty if there
-        is none."""
+        """The content of status.json: state, phase, step, total, last_commit, error ...; empty without
+        one."""
         return read_status(self.path)
 
     @property
@@ -62,13 +61,11 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The whole configuration, nested as in config.yaml, without secrets and values from the
-        environment."""
+        """The whole configuration, nested as in config.yaml, without secrets and environment values."""
         return run_config(self.path)
 
     def setting(self, key: str) -> Any:
-        """Return the value of one key, such as `trainer.total_training_steps`. Raises ConfigError with the
-        nearest key."""
+        """Return the value of a key (`trainer.total_training_steps`). Raises ConfigError with the nearest."""
         values = flat(self.config)
         if key not in values:
             raise ConfigError(unknown_key(key))
@@ -128,8 +125,7 @@ class Run:
 
     @property
     def model(self) -> Path:
-        """The folder of the trained model, in Hugging Face's format. Raises DataError if it was not exported,
-        or not yet."""
+        """The trained model's Hugging Face folder. Raises DataError if it was not exported, or not yet."""
         for folder in (self._folder.model, self._folder.reward_model):
             if (folder / "config.json").is_file():
                 return folder

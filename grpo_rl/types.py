@@ -43,8 +43,7 @@ def _as_array(record: object, name: str, dtype: type[np.int32] | type[np.float32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt(_ComparesArrays):
-    """One row of the data, rendered and tokenized. `uid` names this occurrence of the row, and so its
-    group."""
+    """One row of the data, rendered and tokenized. `uid` names this occurrence, and so its group."""
 
     uid: str
     token_ids: np.ndarray
@@ -96,8 +95,7 @@ class Request(_ComparesArrays):
     prompt_ids: np.ndarray
     sampling: Sampling
     conversation: str = ""
-    """The same for a conversation's requests, which go to the replica with their keys and values; or
-    empty."""
+    """Equal for a conversation's requests, which go to the replica with their keys and values."""
 
     def __post_init__(self) -> None:
         _as_array(self, "prompt_ids", np.int32)
@@ -267,10 +265,7 @@ Reader = Literal["shard", "actor", "critic", "reward_model"]
 
 
 def column(*read_by: Reader, need: str = "", dtype: torch.dtype = torch.float32) -> Any:
-    """Declare a column of a batch that may be absent; it travels to `read_by`.
-
-    With `need` a loss reads it only if it declares `@needs(need)`.
-    """
+    """Declare an optional column that travels to `read_by`; a loss reads it only with `@needs(need)`."""
     return field(default=None, metadata={"read_by": read_by, "need": need, "dtype": dtype})
 
 
@@ -385,10 +380,7 @@ class Batch(LossColumns[Column]):
         return Counts.of(self.trained_lengths_N, self.group_N)
 
     def local(self, fetch: Fetch) -> Batch:
-        """Return the batch with the values of its remote columns, all of them fetched at once.
-
-        Raises ValueError for a response whose support does not fit its tokens.
-        """
+        """Fetches all at once. Raises ValueError for a response whose support does not fit its tokens."""
         read = read_columns({column.name: getattr(self, column.name) for column in dataclasses.fields(self)}, fetch)
         batch = self.replace(**read)
         if "support_ids_M" in read:
@@ -420,10 +412,7 @@ class Batch(LossColumns[Column]):
         return segments_at(column, lengths_N, index_K)
 
     def keep(self, trained_T: Tensor) -> Batch:
-        """Return the batch that trains only the tokens of `trained_T` (bool); the others become context.
-
-        Rollouts, tokens and the numbering of groups stay. Columns over reasoning steps are dropped.
-        """
+        """Train only these tokens; the others become context. Columns over reasoning steps are dropped."""
         trained_lengths_N = _segment_sums(trained_T, self.trained_lengths_N)
         kept_N = trained_lengths_N > 0
         by_rollout = bool((trained_lengths_N[kept_N] == self.trained_lengths_N[kept_N]).all())
@@ -483,8 +472,7 @@ def _consecutive(starts_N: Tensor, lengths_N: Tensor) -> Tensor:
 
 
 def segments_at(column: Any, lengths_N: Tensor, index_K: Tensor) -> Any:
-    """Return these segments of a column that is cut into `lengths_N`. An index for every token would cost
-    more."""
+    """Return these segments of a column cut into `lengths_N`. An index for every token would cost more."""
     if isinstance(column, RemoteColumn):
         return column.select(index_K.numpy())
     if column is None or not len(index_K):

@@ -30,11 +30,7 @@ class Groups:
         return self._extreme(x_N, "amax") == self._extreme(x_N, "amin")
 
     def deviation(self, x_N: Tensor) -> Tensor:
-        """Distance to the group's mean: exactly 0 in a group of equal values.
-
-        In floating point the mean of equal numbers may differ from them, and the residue over a tiny standard
-        deviation would be a signal.
-        """
+        """Distance to the group's mean: exactly 0 for equal values, whose floating-point mean may differ."""
         deviation_N = x_N.double() - self.sum(x_N) / self.count_N
         return torch.where(self.constant(x_N), 0.0, deviation_N)
 

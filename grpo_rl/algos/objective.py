@@ -27,10 +27,9 @@ Options = tuple[tuple[str, Any], ...]
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The function that a step minimises: agg(policy loss) - entropy_coeff agg(entropy) + kl_loss_coef
-    agg(KL).
+    """agg(policy loss) - entropy_coeff agg(entropy) + kl_loss_coef agg(KL), and perhaps a teacher's term.
 
-    A teacher's distance is in the advantages, or one more term. Unknown names and options raise ConfigError.
+    Unknown names and options raise ConfigError.
     """
 
     loss_mode: str = "vanilla"

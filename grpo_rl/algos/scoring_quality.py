@@ -9,18 +9,14 @@ from torch import Tensor
 
 
 def pair_accuracy(chosen_P: Tensor, rejected_P: Tensor) -> float:
-    """Return the share of pairs whose chosen response has the larger score; a tie counts one half. NaN
-    without pairs."""
+    """Return how often the chosen response has the larger score; a tie counts one half. NaN without pairs."""
     difference_P = chosen_P.double() - rejected_P.double()
     return float(((difference_P > 0).double() + 0.5 * (difference_P == 0).double()).mean())
 
 
 def auc(scores_K: Tensor, good_K: Tensor) -> float:
-    """Return the area under the ROC curve, ties counting one half: Mann and Whitney's statistic (1947) over
-    the pairs.
-
-    NaN if all are good, or all bad.
-    """
+    """Return the area under the ROC curve, ties counting one half (Mann and Whitney, 1947); NaN
+    without both."""
     good_K = good_K.bool()
     num_good, num_bad = int(good_K.sum()), int((~good_K).sum())
     if not num_good or not num_bad:
@@ -34,16 +30,12 @@ def auc(scores_K: Tensor, good_K: Tensor) -> float:
 
 class Calibration(NamedTuple):
     error: float
-    """The expected calibration error: the mean of |frequency - probability| over bins, weighed by their
-    counts. Bin b holds the probabilities in (b/B, (b+1)/B], 0 in the first one."""
+    """The mean of |frequency - probability| over bins ((b/B, (b+1)/B], 0 in the first), weighed by counts."""
     brier: float
 
 
 def calibration(probability_K: Tensor, good_K: Tensor, *, num_bins: int = 10) -> Calibration:
-    """Return how well probabilities agree with frequencies, in bins of equal width; NaN without any.
-
-    Guo et al. (arXiv 1706.04599), eq. 3; Brier (1950).
-    """
+    """Guo et al. (arXiv 1706.04599), eq. 3; Brier (1950), in bins of equal width; NaN without any."""
     probability_K, good_K = probability_K.double(), good_K.double()
     bin_K = (torch.ceil(probability_K * num_bins).long() - 1).clamp(0, num_bins - 1)
     counts_B = torch.bincount(bin_K, minlength=num_bins)
@@ -55,10 +47,7 @@ def calibration(probability_K: Tensor, good_K: Tensor, *, num_bins: int = 10) ->
 
 
 def pair_calibration(chosen_P: Tensor, rejected_P: Tensor) -> Calibration:
-    """Return the calibration of a Bradley-Terry model: how often the preferred response is the chosen one.
-
-    The probability is sigmoid(abs(r_w - r_l)). Equal scores are left out.
-    """
+    """Of a Bradley-Terry model, with probability sigmoid(abs(r_w - r_l)); equal scores are left out."""
     difference_P = chosen_P.double() - rejected_P.double()
     difference_P = difference_P[difference_P != 0]
     return calibration(difference_P.abs().sigmoid(), difference_P > 0)

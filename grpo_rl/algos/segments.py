@@ -9,8 +9,7 @@ from torch import Tensor
 
 
 class Segments:
-    """Response n owns `lengths_N[n]` consecutive tokens of a flat axis, possibly none. All methods are
-    differentiable."""
+    """Response n owns `lengths_N[n]` consecutive tokens, possibly none. All methods are differentiable."""
 
     def __init__(self, lengths_N: Tensor, num_tokens: int | None = None) -> None:
         """`num_tokens`: their sum; if it is known, nothing waits for a GPU."""

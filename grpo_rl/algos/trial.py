@@ -32,8 +32,7 @@ T = TypeVar("T", AdvantageInput, LossInput)
 
 Options = Mapping[str, Any]
 Trial = Callable[[Any, Options], tuple[Tensor, ...]]
-"""(function, its options) -> its results and, as the last one, their gradient with respect to the policy's
-log-probs."""
+"""(function, its options) -> its results and, at the end, their gradient by the policy's log-probs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +70,7 @@ def estimator_input(num_parts: int = 2) -> AdvantageInput:
 
 
 def loss_input(*, one_update: bool = False, pairs: bool = False) -> LossInput:
-    """Return responses with log-ratios and advantages of either sign and every optional column.
-
-    With `one_update` all ratios are 1. With `pairs` they are four pairs, in which either response is the
-    longer or the preferred one.
-    """
+    """With `one_update` all ratios are 1. With `pairs` they are four pairs."""
     lengths_N, group_N = (PAIR_LENGTHS_N, torch.arange(4).repeat_interleave(2)) if pairs else (LENGTHS_N, GROUP_N)
     generator = torch.Generator().manual_seed(0)
     num_tokens = int(lengths_N.sum())
@@ -110,10 +105,7 @@ def loss_input(*, one_update: bool = False, pairs: bool = False) -> LossInput:
 
 
 def undeclared(needs: Mapping[str, tuple[str, ...]], function: Callable[..., Any], options: Options) -> dict[str, str]:
-    """Return the columns that a function is not given, each with the need to declare.
-
-    All responses have a group; to need several of them to a prompt is the function's own claim.
-    """
+    """Return the columns that a function is not given, each with the need to declare."""
     declared_needs = needs_of(function, options) | {"group"}
     return {column: need for need, columns in needs.items() if need not in declared_needs for column in columns}
 
@@ -125,8 +117,7 @@ def as_declared(inputs: T, needs: Mapping[str, tuple[str, ...]], function: Calla
 
 @contextlib.contextmanager
 def unheard() -> Iterator[None]:
-    """Keep off the screen what a function, or a program that it starts, prints: secrets are not hidden
-    here."""
+    """Keep prints of a function, and of programs that it starts, off the screen: they may contain secrets."""
     with contextlib.ExitStack() as stack:
         nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
         for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
@@ -157,10 +148,7 @@ def run_estimator(function: Callable[..., Any], options: Options, num_parts: int
 
 @unheard()
 def run_loss(function: Callable[..., Any], options: Options, inputs: LossInput | None = None) -> tuple[Tensor, ...]:
-    """Return the loss of each token, its statistics and, as the last value, its gradient.
-
-    A loss over pairs is tried on pairs, whatever `inputs` are.
-    """
+    """The gradient comes last. A loss over pairs is tried on pairs."""
     inputs = loss_input(pairs=True) if "pairs" in needs_of(function) else inputs or loss_input()
     if selection := selection_of(function):
         generator = torch.Generator().manual_seed(0)
@@ -227,8 +215,7 @@ KINDS: dict[str, FunctionKind] = {
 
 
 def check(kind: FunctionKind, name: str, options: Options, run: Trial) -> None:
-    """Raise ConfigError if a function cannot be called, needs what nothing supplies, fails, or returns
-    something else."""
+    """Raise ConfigError if a function breaks its interface, fails, or needs what nothing supplies."""
     function = kind.registry.get(name)
     declared_needs = needs_of(function)
     what = f"{kind.registry.kind} {name!r}"

@@ -96,8 +96,7 @@ def cast(folder: Path, dtype: str) -> None:
 
 
 def try_export(base: str, model: ModelConfig, tokenizer: Any) -> None:
-    """Write all of an exported folder but its weights, and remove it, before the training. Raises
-    ConfigError."""
+    """Write an exported folder without weights, and remove it, before the training. Raises ConfigError."""
     from transformers import GenerationConfig
 
     from grpo_rl.models import load

@@ -51,8 +51,7 @@ class RankFiles:
         rank: int,
         patience_s: float,
     ) -> None:
-        """`patience_s` bounds the wait of a save for an earlier thread, and of an optimizer step for a
-        copy."""
+        """`patience_s` bounds waits of a save for an earlier thread, and of an optimizer step for a copy."""
         self.policy, self.rank, self.patience_s = policy, rank, patience_s
         self.training = None if optimizer is None or scheduler is None else (optimizer, scheduler)
         self._memory = HostMemory()
@@ -224,8 +223,7 @@ def copied(share: Share, memory: HostMemory) -> Share:
 
 @torch.no_grad()
 def load_weights(folder: Path, policy: nn.Module) -> dict[str, Any]:
-    """Restore the weights, and return what was noted beside them. Raises CheckpointError if names or shapes
-    differ."""
+    """Return what was noted beside the weights. Raises CheckpointError if names or shapes differ."""
     noted: dict[str, Any] = json.loads((folder / TRAINING).read_text(encoding="utf-8"))
     _check_adapters(folder, noted.get("lora"), _adapters_of(policy))
     parameters = kept_parameters(policy)

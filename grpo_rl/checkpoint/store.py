@@ -121,10 +121,8 @@ class CheckpointStore:
         self._remove(draft.folder)
 
     def latest(self, on_bad: Callable[[str], None]) -> Checkpoint | None:
-        """The newest good checkpoint; `on_bad` is called with the reason for each newer one.
-
-        Raises CheckpointError if there are checkpoints and none is good.
-        """
+        """`on_bad` gets the reason for each newer checkpoint. Raises CheckpointError if none of them
+        is good."""
         try:
             self._tidy()
         except OSError as error:

@@ -118,10 +118,7 @@ class HostMemory:
         self._left = torch.empty(0, dtype=torch.uint8)
 
     def keep(self, key: object, tensor: Tensor) -> Tensor:
-        """Return a copy in the memory of this key, whose last copy is gone then.
-
-        A copy from a GPU is complete when the work of its present stream is.
-        """
+        """Replaces the key's last copy. A copy from a GPU is complete when its present stream's work is."""
         if not tensor.numel():  # a rank that has no rows of it
             return torch.empty_like(tensor, device="cpu")
         size = tensor.numel() * tensor.element_size()

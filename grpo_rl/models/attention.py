@@ -96,8 +96,8 @@ def _padded_groups(
 
 
 def _rectangle(x: Tensor, index_BL: Tensor, *, in_order: bool = False) -> Tensor:
-    """Return [1, heads, S, head_dim] as [B, heads, L, head_dim]; `in_order` if the cells are all positions as
-    they come."""
+    """Return [1, heads, S, head_dim] as [B, heads, L, head_dim]; `in_order` if the cells are all
+    positions."""
     flat = x[0] if in_order else x[0].index_select(1, index_BL.reshape(-1))
     return flat.unflatten(1, tuple(index_BL.shape)).transpose(0, 1)
 
@@ -217,8 +217,7 @@ def gathered(x_SHD: Tensor, keys: GatheredKeys) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Copies of rows whose gradients are added up in float32: a prompt's keys get one share from every
-    response."""
+    """Copies of rows, whose gradients (one of each response for a prompt's keys) add up in float32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
@@ -300,8 +299,7 @@ def _blocks_as_they_lie(query: Tensor, key: Tensor, value: Tensor, packing: Pack
 
 
 def register(*, left_out: bool = False) -> None:
-    """Register `attn_implementation=ATTENTION_NAME` with transformers; `left_out` of what is compiled around
-    it."""
+    """Register our attention with transformers; `left_out` of what is compiled around it."""
     from transformers import AttentionInterface
 
     # The decorator loads torch's compiler: only if something is compiled.

@@ -1,5 +1,4 @@
-"""Embedded models: small Qwen3 networks, one of them with experts, written as ordinary Hugging Face
-folders."""
+"""Embedded models: small Qwen3 networks, one with experts, written as ordinary Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -149,10 +148,7 @@ def cache_folder(name: str) -> Path:
 
 
 def cache() -> Path:
-    """Return $GRPO_RL_CACHE, ~/.cache/grpo_rl, or a temporary folder if the home cannot be written.
-
-    Raises ConfigError if nothing can be written there.
-    """
+    """$GRPO_RL_CACHE, ~/.cache/grpo_rl, or a temporary folder. Raises ConfigError if none can be written."""
     root = os.environ.get("GRPO_RL_CACHE")
     folder = Path(root).expanduser() if root else Path.home() / ".cache" / "grpo_rl"
     if _is_usable(folder):
@@ -172,10 +168,7 @@ def _is_usable(folder: Path) -> bool:
 
 
 def build(name: str, folder: Path) -> Path:
-    """Write the randomly initialised model, its tokenizer and its generation settings into `folder`.
-
-    The same spec gives the same bytes; the caller's random state is left alone.
-    """
+    """The same spec gives the same bytes; the caller's random state is left alone."""
     builtin = get_builtin(name)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer(builtin.vocab_size)

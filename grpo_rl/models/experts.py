@@ -19,11 +19,7 @@ from torch import Tensor, nn
 
 @dataclass(slots=True)
 class Routed:
-    """The routers' choices in one forward pass, at the states before trained tokens.
-
-    A shared prompt's last state counts once for each response, so that sums do not depend on what shares a
-    pass.
-    """
+    """One pass's choices at the states before trained tokens; a shared one counts for each response."""
 
     counts_LE: Tensor
     entropy_L: Tensor

@@ -1,5 +1,4 @@
-"""Log-probabilities, entropies and exact KLs of trained tokens: the body on all tokens, the head on trained
-ones."""
+"""The forward pass: the body on all tokens, the LM head and its per-token quantities on trained ones."""
 
 from __future__ import annotations
 
@@ -46,10 +45,7 @@ class PackedModel(nn.Module):
         return sequences if self.sequence_group is None else sequences.sliced(self.sequence_group)
 
     def hidden_TD(self, sequences: Sequences, *, balance: bool = False, choices: bool = False) -> Tensor:
-        """Return the last hidden state before each trained token.
-
-        `balance` and `choices` are those of `Routing.begin`, for `routing.last`.
-        """
+        """`balance` and `choices` are those of `Routing.begin`, for `routing.last`."""
         if self.routing is not None:
             self.routing.begin(sequences.predict_T, sequences.experts_SLK, balance=balance, choices=choices)
         rank_slice, positions_S = sequences.slice, sequences.packing.position_ids_S

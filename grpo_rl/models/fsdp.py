@@ -34,11 +34,7 @@ SHARD_BYTES = 5 << 30
 
 
 def mesh_of(device_type: str, group_size: int, timeout_s: float) -> DeviceMesh:
-    """Return the ranks that a model is sharded over: groups of `group_size` consecutive ones with a replica
-    each.
-
-    A size below 1, or of the whole set, makes one group (as verl's fsdp_size). A collective.
-    """
+    """Groups of `group_size` consecutive ranks (below 1: one group, as verl's fsdp_size). A collective."""
     world_size = dist.get_world_size()
     if group_size < 1 or group_size >= world_size:
         return init_device_mesh(device_type, (world_size,))
@@ -117,10 +113,8 @@ def rests_in_half(layer: nn.Module, compute_dtype: torch.dtype) -> bool:
 def materialize_from(
     policy: PackedModel, device: torch.device, read: Callable[[], None], *, in_host_memory: bool = False
 ) -> None:
-    """Give a sharded policy storage, filled by `read`; what no file has starts at 0.
-
-    Not a collective: each rank reads for itself. Buffers keep their values.
-    """
+    """What no file has starts at 0; buffers keep their values. Not a collective: each rank reads for
+    itself."""
     _to_empty(policy, device, in_host_memory)
     with torch.no_grad():
         for parameter in policy.parameters():
@@ -258,10 +252,8 @@ def _write_shards(named: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes
 
 
 def _merged(weight: Any, layer: Any, device: torch.device | None) -> Any:
-    """Return `W + (alpha / rank) B A` in float32, sharded as W is. A collective.
-
-    W and B have the same rows on a rank, so only A, the smallest, is gathered.
-    """
+    """Return `W + (alpha / rank) B A` in float32, for which only A, the smallest, is gathered. A
+    collective."""
     a_RI, b_OR = lora.factors(layer)
     whole_RI = _whole(a_RI.detach(), device, None)
     rows, factor_rows = (local_of(tensor.detach()).to(device or tensor.device) for tensor in (weight, b_OR))

@@ -17,10 +17,7 @@ KEY = "reward.reward_model.model_path"
 
 
 class ValueModel(PackedModel):
-    """A model of the value of the state before each trained token: a float32 linear head on the body of `lm`.
-
-    The head starts at 0, so that before its first update GAE is the discounted reward to go.
-    """
+    """A float32 linear head on `lm`'s body, which starts at 0: GAE is then the discounted reward to go."""
 
     def __init__(self, lm: Any) -> None:
         super().__init__(lm.base_model)
@@ -38,8 +35,7 @@ class ValueModel(PackedModel):
 
 
 class ScoreModel(PackedModel):
-    """A model of the float32 score at chosen tokens: at the last one it is `...ForSequenceClassification`'s
-    output."""
+    """A float32 score at chosen tokens; at the last one it is `...ForSequenceClassification`'s output."""
 
     def forward(self, sequences: Sequences) -> Tensor:
         """Return one score per entry of `sequences.predict_T`, the flat positions to score."""
@@ -50,10 +46,8 @@ class ScoreModel(PackedModel):
 
 
 def load_score_config(path: str, *, trust_remote_code: bool = False, trained: bool = False) -> Any:
-    """Return a reward model's config. One that is `trained` may start as a causal LM, and gets one label.
-
-    Raises ConfigError for one that does not give one score, or cannot be read.
-    """
+    """A `trained` one may be a causal LM's, and gets one label. Raises ConfigError if it has not one
+    score."""
     config = load_config(path, trust_remote_code=trust_remote_code, key=KEY)
     architectures = list(getattr(config, "architectures", None) or ["none"])
     if trained and any(name.endswith("ForCausalLM") for name in architectures):

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 Precision = Literal["float32", "tf32", "bfloat16"]
-"""The rounding of the inputs of a product of float32 matrices: none, to 10 bits of mantissa, or to bfloat16's
-7."""
+"""How a product's float32 inputs are rounded: not, to 10 bits of mantissa, or to bfloat16's 7."""
 
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -48,10 +47,7 @@ class FastLinear(nn.Linear):
 
 
 def use_fast_norms(model: nn.Module) -> None:
-    """Let every RMS norm of `model` that computes as Llama's does be one function on CPUs.
-
-    Those norms call their epsilon `variance_epsilon`. Gemma's, which scale by 1 + weight, do not.
-    """
+    """Llama's, which call their epsilon `variance_epsilon`; Gemma's scale by 1 + weight."""
     for module in model.modules():
         kind: Any = type(module)
         if kind.__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon") and not isinstance(module, _OneNorm):
@@ -130,11 +126,7 @@ def rounded(x: Tensor, precision: Precision) -> Tensor:
 def reduced_linear(
     x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, precision: Precision, rounded_OI: Tensor | None = None
 ) -> Tensor:
-    """Return `x @ weight_OI.T + bias_O` in float32, of inputs rounded to `precision`; the gradients' products
-    too.
-
-    `rounded_OI` is `rounded(weight_OI)`, if the caller has made it.
-    """
+    """Inputs are rounded to `precision`, the gradients' too; `rounded_OI` is `rounded(weight_OI)`."""
     rounded_OI = rounded(weight_OI, precision) if rounded_OI is None else rounded_OI
     out: Tensor = _ReducedLinear.apply(x, weight_OI, rounded_OI, precision)
     return out if bias_O is None else out + bias_O

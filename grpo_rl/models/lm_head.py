@@ -19,8 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from grpo_rl.models.linear import Precision, add_product, linear, product, reduced_linear, rounded
 
 Columns = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-"""Log-prob, entropy, KL to the reference, and log-probs and ids of several tokens in each trained token's
-place."""
+"""Log-prob, entropy, KL to the reference, log-probs and ids of several tokens, of each trained token."""
 Support = tuple[Tensor, Tensor]
 """Row in the chunk and id of every token that could be sampled there."""
 
@@ -158,10 +157,7 @@ def support_of_chunks(counts_T: Tensor | None, ids_M: Tensor | None, chunk_token
 
 
 def in_chunks(columns: Callable[[int, slice], Columns], num_tokens: int, chunk_tokens: int) -> Columns:
-    """Return all trained tokens' columns from `columns`, called with number and rows of each chunk.
-
-    With a gradient, each of several chunks is computed again in the backward pass.
-    """
+    """With a gradient, each of several chunks is computed again in the backward pass."""
     chunks = _chunks(num_tokens, chunk_tokens)
     if torch.is_grad_enabled() and len(chunks) > 1:
         outputs = [checkpoint(columns, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]

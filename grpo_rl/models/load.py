@@ -94,11 +94,8 @@ def load_lm(path: str, config: Any, *, trust_remote_code: bool = False, on_meta:
 
 
 def refuse_other_head(path: str, key: str = POLICY_KEY) -> None:
-    """Raise ConfigError if a model's config ties the LM head to the embedding and its files have another
-    head.
-
-    transformers would take the files' word, and ranks that read their rows the config's.
-    """
+    """Raise ConfigError if the config ties a head that differs in the files, which transformers would
+    read."""
     try:
         files = WeightFiles.find(path)
         differs = files is not None and files.has_other_head()
@@ -114,10 +111,8 @@ def refuse_other_head(path: str, key: str = POLICY_KEY) -> None:
 def packed_model(
     auto_class: Any, path: str, config: Any, *, trust_remote_code: bool, on_meta: bool, key: str, new: Collection[str] = ()
 ) -> Any:
-    """Return the model of this auto class in float32 with packed attention; `on_meta` without storage.
-
-    Weights of the names `new` may be missing, and are 0 then. Raises ConfigError if others are missing.
-    """
+    """In float32; `on_meta` without storage. Raises ConfigError if weights but those in `new` (then 0) are
+    missing."""
     attention.register()
     if on_meta:
         config._attn_implementation = attention.ATTENTION_NAME
@@ -152,10 +147,7 @@ def packed_model(
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Give parameters that are made inside of this context no storage; buffers are computed.
-
-    A tied head stays the embedding's parameter (accelerate's `init_empty_weights` makes two of them).
-    """
+    """Buffers are computed, and a tied head stays tied (accelerate's `init_empty_weights` splits it)."""
     register = nn.Module.register_parameter
 
     def without_storage(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -182,10 +174,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def save_lm(lm: Any, folder: Path, state: dict[str, Any]) -> None:
-    """Write the model's configs and the weights in `state`, and generation settings as they were read.
-
-    transformers refuses to write those that it only warns of, as a temperature without do_sample.
-    """
+    """Generation settings are written as they were read: transformers refuses some that it only warns of."""
     from transformers import GenerationConfig
 
     settings = getattr(lm, "generation_config", None)  # a model that only scores has none

@@ -68,11 +68,8 @@ class Adapters:
 
 
 def add_adapters(lm: Any, model: ModelConfig) -> None:
-    """Put adapters into a language model, and freeze everything else; on meta they are on meta.
-
-    Their values are `initialize`'s. Raises ConfigError for layers that the model does not have or that cannot
-    have one.
-    """
+    """Freezes everything else; values are `initialize`'s. Raises ConfigError for layers that cannot
+    have one."""
     from peft import LoraConfig, inject_adapter_in_model
 
     refuse_quantized(getattr(lm.config, "quantization_config", None), model)
@@ -113,10 +110,7 @@ def refuse_quantized(settings: Any, model: ModelConfig) -> None:
 
 
 def _check_layers(lm: Any, model: ModelConfig, where: str) -> None:
-    """Raise ConfigError for adapters at LM head or embedding, for none at all, and for unknown names.
-
-    The LM head's weight is read without its layer (`forward.PolicyModel`).
-    """
+    """Adapters at the LM head are refused because its weight is read without its layer."""
     from peft.tuners.lora import LoraLayer
     from peft.tuners.lora.layer import Linear
 
@@ -147,10 +141,9 @@ def describe(lm: nn.Module, model: ModelConfig) -> Adapters:
 
 @torch.no_grad()
 def initialize(lm: nn.Module, seed: int) -> None:
-    """Give the adapters their first values: A uniform within 1 / sqrt(in), as peft (He et al. 2015 with a =
-    sqrt(5)); B 0.
+    """A uniform within 1 / sqrt(in), as peft (He et al. 2015 with a = sqrt(5)); B 0.
 
-    Each A is drawn whole from a seed of its own, and a rank takes its rows: the same on any number of ranks.
+    Each A is drawn whole from a seed of its own: the same on any number of ranks.
     """
     for name, layer in adapted_layers(lm).items():
         a_RI, b_OR = factors(layer)
@@ -199,10 +192,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def base_digest(lm: nn.Module) -> str:
-    """Return a digest of the frozen weights: of the sum of each tensor's bits in float32. A collective.
-
-    The sums of all ranks' shards add up to the whole tensor's; replicas but the first count 0.
-    """
+    """Of the sum of each frozen tensor's bits in float32; replicas but the first count 0. A collective."""
     frozen = {name_in_files(name): parameter for name, parameter in lm.named_parameters() if not is_adapter(name)}
     sums = [
         local_of(tensor).float().contiguous().view(torch.int32).sum(dtype=torch.int64).item() if is_first_replica(tensor) else 0

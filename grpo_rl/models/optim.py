@@ -128,10 +128,7 @@ def make_scheduler(
 
 
 def lr_factor(config: OptimConfig, total_steps: int) -> Callable[[int], float]:
-    """Return the share of the peak learning rate at each optimizer step, counted from 0.
-
-    Warm-up rises linearly from above 0 and reaches 1 at step `warmup`.
-    """
+    """Warm-up rises linearly from above 0 at step 0 and reaches 1 at step `warmup`."""
     warmup = config.lr_warmup_steps if config.lr_warmup_steps >= 0 else round(config.lr_warmup_steps_ratio * total_steps)
 
     def factor(step: int) -> float:

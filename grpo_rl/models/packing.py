@@ -82,8 +82,7 @@ class Sequences:
     def scored(
         token_ids_S: Tensor, lengths_N: Tensor, positions_P: Tensor, device: torch.device, group_N: Tensor | None = None
     ) -> Sequences:
-        """Return the input for sequences whose states at the ascending `positions_P` are read, without a
-        shift."""
+        """Return the input for sequences whose states at the ascending `positions_P` are read: no shift."""
         ends_N = lengths_N.cumsum(0)
         row_P = torch.bucketize(positions_P, ends_N, right=True)
         num_scores_N = torch.bincount(row_P, minlength=len(lengths_N))
@@ -91,10 +90,7 @@ class Sequences:
         return Sequences(*_laid_out(token_ids_S, layout, device), torch.empty(0, dtype=torch.long, device=device))
 
     def sliced(self, group: SequenceGroup) -> Sequences:
-        """Return this rank's slice: its tokens, and the trained tokens whose states it computes.
-
-        A state lies at the token before the trained one, so a response may go on in the next slice.
-        """
+        """A state lies at the token before the trained one, so a response may go on in the next slice."""
         rank_slice = Slice(group, len(self.token_ids_S))
         # The choice is made in host memory: it decides shapes.
         predict_T = self.predict_T.cpu()
@@ -263,11 +259,8 @@ class Packing:
 
     @staticmethod
     def of(lengths_N: Tensor, device: torch.device | str = "cpu", continues_N: Tensor | None = None) -> Packing:
-        """Return the packing of blocks with these lengths (each at least 1) laid back to back.
-
-        `continues_N` is the block that each one continues, -1 for none; those of one prompt follow it
-        directly.
-        """
+        """`continues_N`: the block that each continues, -1 for none; those of one prompt follow it
+        directly."""
         lengths = lengths_N.tolist()
         if not lengths or min(lengths) < 1:
             raise ValueError(f"every sequence needs at least one token, got lengths {lengths}")

@@ -90,8 +90,7 @@ class Slice:
         return [piece.unflatten(1, part.shape[2:]).transpose(0, 1)[None] for piece, part in zip(pieces, parts, strict=True)]
 
     def to_tokens(self, out_SHD: Tensor) -> Tensor:
-        """Return [own tokens, heads, d] of an attention's outputs [all tokens, heads / size, d]. A
-        collective."""
+        """Return [own tokens, heads, d] of outputs [all tokens, heads / size, d]. A collective."""
         size = self.ranks.size
         filled = F.pad(out_SHD, (0, 0, 0, 0, 0, size * self.length - self.num_tokens))
         received: Tensor = _Exchange.apply(filled.unflatten(0, (size, self.length)), self.ranks.group)

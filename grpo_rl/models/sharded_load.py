@@ -45,10 +45,7 @@ class WeightFiles:
             return WeightFiles(dict.fromkeys(opened.keys(), single))
 
     def fits(self, lm: Any, new: Sequence[str] = ()) -> bool:
-        """Return whether the files have every parameter of `lm` but those in `new`, by name and shape.
-
-        Otherwise transformers has to rename or rearrange whole tensors.
-        """
+        """But for those in `new`, by name and shape: otherwise transformers has to rearrange tensors."""
         if getattr(lm.config, "quantization_config", None) is not None or is_rearranged(lm):
             return False
         headers = self._headers()
@@ -61,8 +58,7 @@ class WeightFiles:
         return True
 
     def has_other_head(self) -> bool:
-        """Return whether the LM head in the files is another matrix than the embedding, by some of its
-        rows."""
+        """Return whether the LM head in the files is another matrix than the embedding, by some rows."""
         heads = [name for name in self._file_of if name.endswith("lm_head.weight")]
         embeddings = [name for name in self._file_of if name.endswith("embed_tokens.weight")]
         if len(heads) != 1 or len(embeddings) != 1:
@@ -79,8 +75,7 @@ class WeightFiles:
             return any(not torch.equal(head[part].float(), embedding[part].float()) for part in rows)
 
     def _parts(self, names: list[str], rows: Tensor, first: int = 0) -> list[tuple[str, Tensor, int]]:
-        """Return the stored tensors that make the rows from `first` on: name, rows, where they begin in the
-        tensor."""
+        """Return (name, rows, their begin) of the stored tensors that make the rows from `first` on."""
         for name in names:
             if name in self._file_of:
                 return [(name, rows, first)]
@@ -111,11 +106,7 @@ class WeightFiles:
                     rows.copy_(opened.get_slice(name)[first : first + len(rows)])
 
     def whole_tensors(self, lm: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of `lm`'s state dict by their names in files, one read at a time, experts one by
-        one.
-
-        `lm` may be on meta. A tied head comes under both of its names.
-        """
+        """By their names in files, one read at a time, experts one by one, a tied head under both names."""
         for names, tensor in _named(lm.state_dict(keep_vars=True).items()):
             for stored, _, _ in self._parts(names, tensor):
                 whole_tensor = self._read(stored)

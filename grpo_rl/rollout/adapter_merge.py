@@ -21,8 +21,7 @@ from grpo_rl.rollout.weights import WeightBucket, WeightTransferError, digest, f
 
 
 class AdapterMerge:
-    """The adapters that arrived in an update. Raises ConfigError if the model's files lack its tensors'
-    names."""
+    """The adapters of an update. Raises ConfigError if the model's files lack its tensors' names."""
 
     def __init__(self, spec: EngineSpec) -> None:
         assert spec.adapter_scaling is not None

@@ -64,11 +64,7 @@ class EngineSpec:
 
     @classmethod
     def from_config(cls, cfg: Config, device: Device, model_path: str | None = None, cores: int = 1) -> EngineSpec:
-        """Return the spec of one replica.
-
-        `model_path` is the folder of an embedded model (`builtin:...`), `cores` the default of
-        `rollout.cpu_threads`.
-        """
+        """`model_path`: the folder of an embedded model; `cores`: the default of `rollout.cpu_threads`."""
         rollout, model = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.model
         on_gpu, colocated = device == "cuda", rollout.nnodes == 0
         dtype = rollout.dtype if rollout.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
@@ -164,8 +160,7 @@ class RolloutEngine(Protocol):
         """
 
     def step(self) -> list[Completion]:
-        """Advance every request by one token and return those that ended; do nothing during a weight
-        update."""
+        """Advance every request by one token and return those that ended; nothing during a weight update."""
 
     def abort_all(self) -> None: ...
 
@@ -173,8 +168,7 @@ class RolloutEngine(Protocol):
         """Join the group that NCCL broadcasts weights in, also in the middle of an update."""
 
     def start_weight_update(self, version: int) -> None:
-        """WeightTransferError: requests are unfinished and not `updates_in_flight`, an update has begun, or
-        `version` is older."""
+        """WeightTransferError: `version` is older, an update has begun, or requests may not be in flight."""
 
     def load_bucket(self, bucket: WeightBucket) -> None:
         """Copy tensors: when it returns, the sender may use their memory again.
@@ -205,10 +199,7 @@ class RolloutEngine(Protocol):
 
 
 def check_requests(requests: Sequence[Request], taken: Collection[str], max_model_len: int) -> None:
-    """Raise ValueError for a request whose id is `taken` or that cannot be answered as asked.
-
-    An engine would cut a prompt and response longer than `max_model_len`, and call it `length`.
-    """
+    """An engine would cut a prompt and response longer than `max_model_len`, and call it `length`."""
     seen = set(taken)
     for request in requests:
         sampling = request.sampling

@@ -23,10 +23,7 @@ def load_config(spec: EngineSpec) -> PretrainedConfig:
 
 
 def expected_tensors(spec: EngineSpec) -> dict[str, tuple[int, ...]]:
-    """Return name (experts as in files) and shape of every tensor of a full update.
-
-    A tied head's alias is included: an engine with a packed copy of the head would leave it old.
-    """
+    """With a tied head's alias: an engine with a packed copy of the head would leave it old."""
     return {name: tuple(tensor.shape) for name, tensor in stored_tensors(model_on_meta(spec).state_dict().items())}
 
 
@@ -46,10 +43,7 @@ def stop_token_ids(spec: EngineSpec) -> tuple[int, ...]:
 
 
 def response_decoder(spec: EngineSpec) -> Callable[[np.ndarray], str]:
-    """Return the function from tokens to text without special tokens; empty without a tokenizer.
-
-    A token of the embedding that the tokenizer lacks is shown as `<token 151700>`.
-    """
+    """Empty texts without a tokenizer; a token that it lacks is shown as `<token 151700>`."""
     tokenizer = _tokenizer(spec)
     if tokenizer is None:
         return lambda token_ids: ""

@@ -1,5 +1,4 @@
-"""Names and seeds of requests, the same wherever a response is sampled, and the pools that they go
-through."""
+"""Names and seeds of requests, the same wherever a response is sampled, and pools of engines."""
 
 from __future__ import annotations
 
@@ -96,8 +95,7 @@ class RequestPool(WholeBatches):
         return self._add(rollouts, requests, at_once=True)
 
     def ask(self, turns: Sequence[tuple[Prompt, Sampling, str]]) -> list[str]:
-        """Raises ValueError as `submit` does. Many small requests go to the engines with the next
-        `completed`."""
+        """Raises ValueError as `submit` does. Requests go to the engines with the next `completed`."""
         rollouts = {rollout_id(prompt, 0): (prompt, 0) for prompt, _, _ in turns}
         requests = [
             Request(rollout_id(prompt, 0), prompt.token_ids, sampling, conversation) for prompt, sampling, conversation in turns

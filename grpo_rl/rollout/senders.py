@@ -81,10 +81,7 @@ class ObjectStoreSender(WeightSender):
 
 @dataclass(eq=False)
 class IpcSender(WeightSender):
-    """Buckets in device memory that the engine process on the same GPU opens.
-
-    The engine copies out before it answers, so one buffer per rank is enough.
-    """
+    """The engine on the same GPU copies out before it answers: one buffer per rank is enough."""
 
     readers: int = 1
 

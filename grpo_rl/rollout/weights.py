@@ -64,10 +64,7 @@ class WeightBucket:
 
 
 def group_by_bytes(named_tensors: Iterable[NamedTensor], bucket_bytes: int) -> Iterator[list[NamedTensor]]:
-    """Yield consecutive tensors in groups of at most `bucket_bytes`; a larger tensor is a group of its own.
-
-    Larger element sizes come first, so that every offset is aligned. All ranks cut the same groups.
-    """
+    """Larger element sizes come first, so that offsets are aligned; a larger tensor is a group of its own."""
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
     group: list[NamedTensor] = []

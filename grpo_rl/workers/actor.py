@@ -215,10 +215,7 @@ class ActorWorker(Teaches, TrainedRank[ActorSpec, PolicyModel]):
         self.memory.release()
 
     def export(self, folder: str) -> None:
-        """Write the policy as a Hugging Face folder without a tokenizer. A collective.
-
-        Adapters are merged, and in a peft folder inside.
-        """
+        """Without a tokenizer; adapters are merged, and in a peft folder inside. A collective."""
         try:
             with refusals(Path(folder), self.export_bytes()):
                 fsdp.save_model(self.model, Path(folder), self.device, writes=self.rank.rank == 0)

@@ -1,5 +1,4 @@
-"""The part of a model and its optimizer that lies on the device: more while a phase of the step works, less
-between."""
+"""The part of a model and its optimizer that lies on the device: more in a phase, less between."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ class DeviceMemory:
             self.move_moments(self.device)
 
     def release(self) -> None:
-        """End a phase: drop gathered parameters, move what is configured to host memory, free the allocator's
-        cache."""
+        """End a phase: drop gathered parameters, move what is configured to host memory, free caches."""
         if self.gives_back or self.param_offload:
             # The root keeps embedding, norm and head whole after a forward pass, and with one rank every layer does.
             fsdp.reshard(self.model)

@@ -1,5 +1,4 @@
-"""Instruments around the calls of a worker that compute: memory, time, operations, traces of torch's
-profiler."""
+"""Instruments around a worker's calls: memory, time, operations, traces of torch's profiler."""
 
 from __future__ import annotations
 

@@ -55,8 +55,7 @@ class ModelWork:
 
 
 def _operations(weights: Iterable[tuple[Tensor, float]]) -> tuple[float, float]:
-    """Return the operations on one token with these shares of weights: forwards, and forwards and
-    backwards."""
+    """Return the operations on one token with these shares of weights: forwards; and also backwards."""
     sizes = [(share * weight.numel(), weight.requires_grad) for weight, share in weights]
     return sum(2.0 * size for size, _ in sizes), sum((6.0 if trained else 4.0) * size for size, trained in sizes)
 

@@ -118,8 +118,7 @@ class RolloutWorker:
     def report(
         self, further: Sequence[Request], timeout_s: float, longest_batch_s: float, enough: int
     ) -> tuple[list[Report], Block]:
-        """Queue further requests; return what `poll` returns as reports, and tokens that stay in the object
-        store."""
+        """Queue further requests; return `poll`'s as reports, and tokens that stay in the object store."""
         if further:
             self.submit(further)
         return pack(self.poll(timeout_s, longest_batch_s=longest_batch_s, enough=enough))
@@ -185,19 +184,13 @@ class RolloutWorker:
             }
 
     def activity(self) -> tuple[str, float, float | None] | None:
-        """Return what the engine's thread is doing, since when in seconds, and the longest that ever took;
-        None: it waits.
-
-        A step that never ends looks like this. If the engine compiles kernels for new shapes, the longest is
-        None.
-        """
+        """What the engine's thread does, for how many seconds, the longest so far (None if it compiles)."""
         at = self._at
         compiles = self.spec.device == "cuda" or not self.spec.enforce_eager
         return None if at is None else (at[0], time.monotonic() - at[1], None if compiles else self._longest.get(at[0]))
 
     def close(self, timeout_s: float = 60.0) -> None:
-        """Stop the thread and free the engine, also twice. Raises ClusterError if it does not stop in
-        time."""
+        """Stop the thread and free the engine, also twice. Raises ClusterError if it does not stop."""
         self._closed = True
         self._commands.put(None)
         self.thread.join(timeout_s)
@@ -318,10 +311,7 @@ _trackers: list[subprocess.Popen[bytes]] = []
 
 
 def track_apart() -> None:
-    """Start Python's tracker of shared memory for this process in a group of its own.
-
-    Ray ends a dead worker's group: without the tracker, what slow children share would stay in memory.
-    """
+    """Ray ends a dead worker's group: without Python's tracker, children's shared memory would stay."""
 
     def spawn(path: str, arguments: Sequence[Any], passed: Sequence[int]) -> int:
         words = [os.fsdecode(word) for word in arguments]

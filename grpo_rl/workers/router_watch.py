@@ -60,10 +60,7 @@ class RouterWatch:
         return self._of_ids is not None and torch.equal(self._of_ids, values(shard.token_ids_S))
 
     def begin_step(self, batch: Batch, step: OptimizerStep, model: Any) -> None:
-        """Count the experts of the whole mini-batch for the auxiliary loss.
-
-        Unless choices are replayed it takes a forward pass; a collective.
-        """
+        """Count the mini-batch's experts for the auxiliary loss, if not replayed by a pass. A collective."""
         self._counted, self._balance = self._no_counts(), None
         if not self.coefficient:
             return

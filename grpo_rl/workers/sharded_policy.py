@@ -68,11 +68,7 @@ def join_set(rank: Rank, *, in_host_memory: bool = False) -> torch.device:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface that has this address; None if none has, as behind a translation of
-    addresses.
-
-    gloo's own choice is that of the machine's name, on Debian and Ubuntu the unreachable 127.0.1.1.
-    """
+    """gloo's own choice is that of the machine's name, on Debian and Ubuntu the unreachable 127.0.1.1."""
     target_address = ipaddress.ip_address(address)
     for name, addresses in psutil.net_if_addrs().items():
         for entry in addresses:
@@ -82,10 +78,7 @@ def interface_of(address: str) -> str | None:
 
 
 def _store(rank: Rank, timeout: datetime.timedelta) -> dist.TCPStore:
-    """Return the store in which the ranks find each other, at rank 0's address and no other.
-
-    torch's own would listen on all interfaces, and answer any client.
-    """
+    """At rank 0's address alone: torch's own listens on all interfaces, and answers any client."""
     place = rank.master_address, rank.master_port
     if rank.rank != 0:
         return dist.TCPStore(*place, rank.world_size, False, timeout)
@@ -170,10 +163,7 @@ def build_sharded(
 
 
 def _keep_as_stored(lm: Any, path: str, adapters: Sequence[str]) -> None:
-    """Keep the blocks' frozen weights in bfloat16 if the files do: half the memory, and the same bits.
-
-    Embedding, final norm and head are computed in float32, and stay that.
-    """
+    """Blocks' frozen weights stay in bfloat16: the same bits. Embedding, norm and head are float32."""
     files = WeightFiles.find(path)
     if files is None or not files.fits(lm, adapters):
         return
@@ -227,11 +217,7 @@ def language_model(spec: PolicySpec, on_meta: bool = False) -> Any:
 
 
 def sequences_of(batch: Batch | None, device: torch.device, *, share_prompts: bool) -> Sequences:
-    """Return the model input of a micro-batch; with `share_prompts`, a group's responses share the prompt's
-    states.
-
-    None gives two untrained tokens: a rank without work enters FSDP's collectives all the same.
-    """
+    """None gives two untrained tokens: a rank without work enters FSDP's collectives all the same."""
     if batch is None:
         nothing = torch.zeros(0, dtype=torch.long)
         zero = torch.zeros(1, dtype=torch.long)
@@ -263,11 +249,7 @@ class Teaches:
         want_hidden: bool,
         top: tuple[int, int] | None = None,
     ) -> dict[str, Tensor]:
-        """Return the micro-batches' log-probs of trained tokens, on the CPU.
-
-        With `want_hidden` the last hidden states too; `top` asks for the so many likeliest tokens, of the
-        first so many ids.
-        """
+        """On the CPU. `top`: the so many likeliest tokens, of the first so many ids."""
         pieces: dict[str, list[Tensor]] = defaultdict(list)
         for rows in micro_batches:
             batch = shard.select(list(rows)) if rows else None
@@ -290,11 +272,7 @@ class Teaches:
         return columns
 
     def distance(self) -> tuple[float, int]:
-        """Return the sum over the last pass's trained tokens of log-ratios of the engine to this model, and
-        their number.
-
-        Of tokens that no engine sampled it is the sum of -log-probs.
-        """
+        """The sum of the last pass's log-ratios engine to model (no engine: -log-probs), and their number."""
         return self._distance
 
 
@@ -318,9 +296,6 @@ class Saves:
 
 
 def as_block(columns: Mapping[str, Tensor]) -> tuple[bool, dict[str, Any]]:
-    """Return whether all numbers are finite, and the columns as a block for Ray's object store.
-
-    numpy has no bfloat16: such columns stay tensors.
-    """
+    """With whether all numbers are finite. numpy has no bfloat16: such columns stay tensors."""
     finite = all(bool(torch.isfinite(column).all()) for column in columns.values())
     return finite, {name: column if column.dtype == torch.bfloat16 else column.numpy() for name, column in columns.items()}

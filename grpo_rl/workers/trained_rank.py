@@ -75,10 +75,7 @@ class TrainedRank(Saves, ABC, Generic[S, M]):
         return {}
 
     def update(self, shard: Batch, update: Update) -> list[dict[str, float]]:
-        """Take optimizer steps on this rank's shard of a batch; return its share of each step's statistics.
-
-        A step whose loss or gradient is not finite is left out, on all ranks, with `same/nonfinite` 1.
-        """
+        """A step whose loss or gradient is not finite is left out, on all ranks, with `same/nonfinite` 1."""
         results = []
         self.memory.load_all()
         batch = update.complete(shard)
@@ -214,11 +211,8 @@ def step_optimizer(
     loss: float,
     grad_norm: float,
 ) -> dict[str, float]:
-    """Take the step, and report whether loss and gradient were finite. A collective.
-
-    It is not taken if one is not finite on any rank, or no token of the mini-batch is trained: moments and
-    weight decay would move the weights.
-    """
+    """Not taken if not finite on any rank, or nothing is trained: weight decay would move weights. A
+    collective."""
     finite_1 = torch.tensor([float(math.isfinite(loss) and math.isfinite(grad_norm))])
     if dist.is_initialized() and dist.get_world_size() > 1:
         if dist.get_backend() == "nccl":
@@ -232,10 +226,7 @@ def step_optimizer(
 
 
 def _gpu_memory_share(device: torch.device) -> float:
-    """Return the share of the GPU's memory in use at this process's peak, that of other processes included.
-
-    What the allocator keeps without using it does not count.
-    """
+    """At this process's peak, other processes included, without what the allocator keeps unused."""
     free, total = torch.cuda.mem_get_info(device)
     other_bytes = total - free - torch.cuda.memory_reserved(device)
     return float((other_bytes + torch.cuda.max_memory_allocated(device)) / total)

@@ -87,8 +87,7 @@ def suffix_sums(x_RL: Tensor, decay: float) -> Tensor:
 
 
 def whiten_(x_T: Tensor) -> Tensor:
-    """(x - mean) / sqrt(variance + 1e-8), in place, with float64 sums and the sample's variance. Equal
-    numbers give 0."""
+    """(x - mean) / sqrt(sample variance + 1e-8), in place, with float64 sums. Equal numbers give 0."""
     lowest, highest = torch.aminmax(x_T) if len(x_T) else (0.0, 0.0)
     if lowest == highest:
         return x_T.zero_()

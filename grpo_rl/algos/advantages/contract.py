@@ -16,11 +16,7 @@ from grpo_rl.registry import Registry
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInput:
-    """The batch as estimators see it, on the CPU. Groups may differ in size and be interleaved.
-
-    Optional columns are there if the estimator needs them (`NEEDS`). K counts the steps of all rollouts, P
-    the parts of a reward.
-    """
+    """Optional columns are there if declared (`NEEDS`). K counts all rollouts' steps, P a reward's parts."""
 
     of_tokens_T: Tensor | None
     """The reward of every token, if it does not follow from the outcomes: see `token_rewards_T`."""
@@ -39,10 +35,8 @@ class AdvantageInput:
 
     @property
     def token_rewards_T(self) -> Tensor:
-        """Float32: the outcome at each response's last token, minus any KL penalty per token.
-
-        Made of the outcomes if it is read: estimators that compare whole responses cost nothing per token.
-        """
+        """Float32: the outcome at each last token, minus any KL penalty. Made of the outcomes only if
+        read."""
         return token_rewards(self.rewards_N, self.lengths_N) if self.of_tokens_T is None else self.of_tokens_T
 
     def scores_N(self) -> Tensor:

@@ -25,10 +25,7 @@ MAX_SEQUENCE_LOG_RATIO = 10.0
 
 @dataclass(frozen=True, slots=True)
 class LossInput(LossColumns[Tensor]):
-    """The trained tokens of one micro-batch, flat and on one device. The policy's columns have a gradient.
-
-    Optional columns are there if the loss, its average or its KL term needs them (`NEEDS`).
-    """
+    """One micro-batch's trained tokens on one device; optional columns are there if declared (`NEEDS`)."""
 
     policy_logprobs_T: Tensor
     advantages_T: Tensor
@@ -41,8 +38,7 @@ class LossInput(LossColumns[Tensor]):
     """Of the K tokens of `teacher_top_logprobs_TK`."""
 
     def old_T(self) -> Tensor:
-        """Return the old log-probs; without any the policy's own, detached, so that the ratio is
-        exactly 1."""
+        """Return the old log-probs; without any the policy's own, detached: the ratio is then exactly 1."""
         return self.policy_logprobs_T.detach() if self.old_logprobs_T is None else self.old_logprobs_T
 
     def log_ratio_T(self) -> Tensor:
@@ -61,10 +57,7 @@ class LossInput(LossColumns[Tensor]):
 
 
 class TokenLoss(NamedTuple):
-    """The loss of each token, with gradient, and statistics of each token without.
-
-    A statistic `..._max` is reported as the largest value, all others as the mean over trained tokens.
-    """
+    """A statistic `..._max` is reported as the largest value, all others as the mean over trained tokens."""
 
     loss_T: Tensor
     stats: Mapping[str, Tensor] = MappingProxyType({})

@@ -37,8 +37,7 @@ class Pairs:
 
     @classmethod
     def of(cls, group_N: Tensor, chosen_N: Tensor) -> Pairs:
-        """Return the pairs, by group. Raises ValueError if a group is not one chosen and one rejected
-        rollout."""
+        """By group. Raises ValueError if a group is not one chosen and one rejected rollout."""
         # By group, and in a group the chosen rollout first.
         order_N = torch.argsort(2 * group_N + (~chosen_N).long(), stable=True)
         chosen_P, rejected_P = order_N[: len(order_N) // 2 * 2].view(-1, 2).unbind(1)
@@ -91,10 +90,7 @@ _SMOOTHED = ("(1 - label_smoothing) ", " - label_smoothing log sigmoid(-beta h)"
 
 
 def _as_chosen(formula: str, options: Mapping[str, Any]) -> str:
-    """Return the formula with `l` as the options make it, without smoothed labels that are 0.
-
-    A gradient's coefficient begins with its sign, and is only divided by the length.
-    """
+    """Return the formula, or coefficient, as the options make it, without label smoothing of 0."""
     if not options.get("label_smoothing"):
         for term in _SMOOTHED:
             formula = formula.replace(term, "")

@@ -24,8 +24,7 @@ def value_loss(
 
 
 def explained_variance(values_T: Tensor, returns_T: Tensor) -> float:
-    """1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for a constant one or constant returns, below for a
-    harmful one."""
+    """1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for a constant one, below 0 for a harmful one."""
     returns_T = returns_T.double()
     if not len(returns_T) or bool((returns_T == returns_T[0]).all()):
         return 0.0

@@ -230,8 +230,7 @@ class RowCache:
 
     @classmethod
     def read(cls, model: Any, token_ids: Sequence[Sequence[int]], device: torch.device) -> tuple[RowCache, Tensor]:
-        """Read sequences of one length, equal ones once; return their cache and the next logits,
-        [rows, V]."""
+        """Read sequences of one length, equal ones once; return cache and next logits, [rows, V]."""
         places: dict[tuple[int, ...], int] = {}
         rows = [places.setdefault(tuple(ids), len(places)) for ids in token_ids]
         cache = DynamicCache()

@@ -187,8 +187,7 @@ _CLASSES = {0: torch.Tensor, 4: torch.storage.TypedStorage, 5: torch.uint8}
 
 
 def plain_handle(handle: Sequence[Any]) -> list[Any]:
-    """Return a CUDA IPC handle as numbers and bytes. Raises WeightTransferError if it is no buffer of
-    bytes."""
+    """Return a CUDA IPC handle as plain values. Raises WeightTransferError if it is no buffer of bytes."""
     if any(handle[place] is not value for place, value in _CLASSES.items()):
         raise WeightTransferError(
             f"torch describes a buffer by {[handle[place] for place in _CLASSES]}, not {[*_CLASSES.values()]}"
@@ -228,10 +227,7 @@ def join_as_trainer(rendezvous: NcclRendezvous) -> PyNcclCommunicator:
 
 
 def able(communicator: PyNcclCommunicator) -> PyNcclCommunicator:
-    """Raise WeightTransferError if the communicator has switched itself off, which vLLM does silently.
-
-    Its broadcast then does nothing, and an engine loads whatever its buffer held.
-    """
+    """vLLM's communicator may switch itself off silently; its broadcast then does nothing."""
     if communicator.disabled or not communicator.available:
         raise WeightTransferError(
             "vLLM's NCCL communicator is switched off in this process, so weights cannot travel by NCCL: unset VLLM_DISABLE_PYNCCL, "
