@@ -1,15 +1,16 @@
-"""Rejection sampling: responses of the initial policy, sampled once, of which the good ones become the training data.
+"""Rejection sampling: responses of the initial policy, sampled once, of which the good ones become training
+data.
 
-A run with `data.responses=initial_policy` begins with it, before there is an actor. Every part of the prompts is written
-when it is done, so that a killed run goes on with the next one; then all parts become one file of rows:
+Every part of the prompts is written when it is done, so that a killed run goes on with the next one:
 
-    <run>/collected/settings.json    what the responses depend on: those of other settings are not taken over
-    <run>/collected/parts/N.json     the rows and the counts of one part of the prompts, until all are there
-    <run>/collected/train.jsonl      the rows that are trained on, one per line
-    <run>/collected/summary.json     the counts of all parts; with this file the collection is complete
+<run>/collected/settings.json what the responses depend on: those of other settings are not taken over
+<run>/collected/parts/N.json rows and counts of one part of the prompts, until all are there
+<run>/collected/train.jsonl the rows that are trained on, one per line <run>/collected/summary.json the counts
+of all parts; with this file the collection is complete
 
-Yuan et al., "Scaling relationship on learning mathematical reasoning" (arXiv 2308.01825), section 3.3; DeepSeekMath (arXiv
-2402.03300), appendix A.1.2. For losses over pairs a row has the best and the worst response to a prompt instead (A.1.4).
+Yuan et al., "Scaling relationship on learning mathematical reasoning" (arXiv 2308.01825), section 3.3;
+DeepSeekMath (arXiv 2402.03300), appendix A.1.2; for losses over pairs, the best and the worst response,
+A.1.4.
 """
 
 from __future__ import annotations
@@ -78,7 +79,6 @@ def collect(plan: Plan, session: RunSession) -> tuple[Path, Metrics]:
 
 
 def summary_of(folder: Path) -> Metrics | None:
-    """Return the metrics of the collection in this folder; None for one that is not complete."""
     summary = folder / SUMMARY
     metrics: Metrics | None = json.loads(summary.read_text()) if summary.is_file() and (folder / TRAIN).is_file() else None
     return metrics
@@ -103,7 +103,6 @@ class Collection:
                 }
             )
         )
-        """Everything that the collected rows depend on."""
 
     @property
     def is_begun(self) -> bool:
@@ -127,7 +126,6 @@ class Collection:
         flush(path.parent)
 
     def run(self, rollout: RolloutPool, rewarder: Rewarder, console: Console, phase: Callable[[str], None]) -> None:
-        """Sample what is missing, and write the rows and their summary. `phase` is called before every part."""
         missing = [number for number in range(len(self.parts)) if self.part(number) is None]
         n = self.config.actor_rollout_ref.rollout.n
         total = sum(len(self.parts[number]) for number in missing) * n

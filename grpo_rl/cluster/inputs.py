@@ -54,7 +54,6 @@ class Inputs:
     episodes: EpisodeSetup | None = None
 
     def functions(self, plan: Plan, logs: Path) -> FunctionSpec | None:
-        """Return what runs on every node beside the plan's roles; None if there are no functions."""
         config = plan.config.reward
         parts = (part for part in (self.train_data, self.val_data) if part is not None)
         sources = tuple(sorted({source for part in parts for source in part.data_sources}))

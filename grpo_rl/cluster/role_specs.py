@@ -45,7 +45,6 @@ def rank_of(name: RoleName, plan: Plan, actor: ActorSpec, reward_model_path: str
 
 
 def roles_over(plan: Plan, ranks: Mapping[RoleName, WorkerGroup], tokenizer: Any) -> Roles:
-    """Return the roles that compute with models, over the worker groups of the plan's ranks."""
     actors, critics, scorers = ranks.get("actor"), ranks.get("critic"), ranks.get("reward_model")
     actor = None if actors is None else make_actor(plan, actors, tokenizer)
     size, epochs = plan.sizes.critic_mini_batch_size, plan.sizes.critic_epochs
@@ -107,7 +106,6 @@ def teacher_specs(plan: Plan, policy: PolicySpec) -> tuple[PolicySpec, ...]:
 
 
 def make_teacher(plan: Plan, worker_group: WorkerGroup | None, actor: ActorRole, tokenizer: Any) -> TeacherRole | None:
-    """Return the teachers' role over their processes, and over the actor's if the policy itself teaches."""
     distillation, number = plan.objective.distillation, 0
     if distillation is None or not plan.teachers:
         return None

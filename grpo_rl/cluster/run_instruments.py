@@ -51,7 +51,6 @@ class RunInstruments:
         self.run_folder = run_folder
         self.say = say
         self.expected = expected
-        """What the plan predicts of each step, for its metrics."""
         self._profiled: list[Worker] = []
 
     @property
@@ -59,7 +58,6 @@ class RunInstruments:
         return self.run_folder / self.config.global_profiler.save_path
 
     def begin(self, step: int) -> None:
-        """Order traces of this step if it is one of those that are chosen."""
         chosen: dict[str, Sequence[int]] = {}
         if (request := self.run_folder / REQUEST).exists():
             request.unlink()
@@ -122,7 +120,6 @@ def figures_of(role: str, answers: Sequence[Answer], device_tflops: float | None
 
 
 def _ask(workers: Sequence[Worker], method: str, *arguments: Any) -> list[Any]:
-    """Return the answers of processes to a call of their host; none if one does not answer."""
     refs = [getattr(worker.actor, method).remote(*arguments) for worker in workers]
     try:
         return wait_all(workers, refs, ANSWER_S, f"instruments.{method}")

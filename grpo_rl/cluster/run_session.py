@@ -40,14 +40,14 @@ if TYPE_CHECKING:  # these import torch, which loads beside Ray
     from grpo_rl.rewards.runtime.runner import RewardRunner
     from grpo_rl.trainer.parts import Roles
 
+RAY_JOB, STOP_WAIT = "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_JOB_STOP_WAIT_TIME_S"
+"""Ray's variables: the one that every job has, and the seconds (3 if absent) from `ray job stop` to its SIGKILL."""
 TAKEN_DOWN_S = 20.0
 """A run that has ended may take so long to leave a cluster that is gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunSession:
-    """Ray, status and signals of one run."""
-
     plan: Plan
     run_dir: RunDir
     console: Console
@@ -78,7 +78,6 @@ class RunSession:
     def start(
         self, plan: Plan, inputs: Inputs, stack: ExitStack, recoveries: Recoveries | None = None
     ) -> tuple[Cluster, Roles, RewardRunner | None]:
-        """Start the workers of a plan, and return them, their roles, and what scores by functions; `stack` ends them."""
         from grpo_rl.cluster.processes.placement import raylets
         from grpo_rl.cluster.recovery.supervisor import StuckReport
         from grpo_rl.cluster.start_roles import Cluster, start_roles
@@ -119,6 +118,12 @@ def run_session(plan: Plan, run_dir: RunDir, console: Console, page: PageBeside 
     over = Preempted("the grace period is over; the last commit is untouched")
     stop = Stop(plan.config.trainer.grace_s, lambda: status.end(over), console.notice, console.give_back_terminal)
     stop.listen()
+    wait_s, grace_s = os.environ.get(STOP_WAIT, "3"), plan.config.trainer.grace_s
+    if RAY_JOB in os.environ and float(wait_s) < grace_s:
+        console.warn(
+            f"`ray job stop` kills this run after {wait_s} s, and trainer.grace_s={grace_s:g} are to save it: submit it with "
+            f"""--runtime-env-json '{{"env_vars": {{"{STOP_WAIT}": "90"}}}}'"""
+        )
     with ExitStack() as stack:
         stack.callback(stop.close)
         try:
@@ -188,5 +193,4 @@ def behind_ray(raised: BaseException) -> BaseException:
 
 
 def _with_memory(plan: Plan, advice: str) -> str:
-    """Return the advice on a cluster that failed, with lack of memory as its cause if that is likely."""
     return "; ".join(words for words in (lack_of_memory(plan), advice) if words)

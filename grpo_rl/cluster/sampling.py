@@ -24,8 +24,6 @@ from grpo_rl.types import Prompt, Rollout, Sampling
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """The engines of one model, and its reward."""
-
     plan: Plan
     tokenizer: Any
     prompts: PromptDataset | None

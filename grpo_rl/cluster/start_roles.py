@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -39,12 +39,9 @@ DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCC
 would choose its way of adding up by message size and topology.
 """
 Started = tuple[WorkerGroup, list[ray.ObjectRef]]
-"""A worker group that is being built, and the answers that say when it is."""
 
 
 class Cluster:
-    """The processes of a run: pools of devices, and the worker groups placed in them."""
-
     def __init__(
         self,
         plan: Plan,
@@ -81,13 +78,9 @@ class Cluster:
                 timeout_s=self.config.trainer.start_timeout_s,
                 grow_s=self.config.ray_kwargs.ray_init.wait_for_nodes_s,
                 nodes_per_slot=planned.nodes_per_engine,
-                check=None if runs_here() else partial(self._check_machines, name),
+                check=None if runs_here() else lambda nodes: check_machines(nodes, self.log_dir.parent, *self._read_in(name)),
             )
         return self.pools[name]
-
-    def _check_machines(self, pool: str, nodes: Iterable[str]) -> None:
-        own_files, models = self._read_in(pool)
-        check_machines(nodes, self.log_dir.parent, own_files, models)
 
     def _read_in(self, pool: str) -> tuple[list[str], dict[str, str]]:
         """Return what the workers in a pool read: files of the user's functions, and folders of models with their settings."""
@@ -182,7 +175,6 @@ class Cluster:
         ]
 
     def start_ranks(self, worker_group: WorkerGroup, worker: str, spec: Any, **options: Any) -> Started:
-        """Start building ranks, each an object of this class of `grpo_rl.workers`, from this spec."""
         ranks = [(spec, rank) for rank in self.ranks(worker_group)]
         return worker_group, worker_group.start_build(partial(make_worker, worker, **options), ranks)
 
@@ -198,7 +190,6 @@ class Cluster:
 
     @contextmanager
     def vacated(self) -> Iterator[None]:
-        """Clear the engines' GPUs of all ranks, inside of this context."""
         pools: dict[str, str] = {role.name: role.pool for role in self.plan.roles}
         ranks = [
             worker_group
@@ -214,7 +205,6 @@ class Cluster:
                 worker_group.call("occupy")
 
     def pids(self) -> dict[str, int]:
-        """Return the process id of every worker that is known to run, by its name."""
         return {worker.name: worker.pid for worker_group in self.all_groups for worker in worker_group.workers if worker.pid}
 
     def fixed_places(self) -> dict[str, Slot]:

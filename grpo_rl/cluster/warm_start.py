@@ -110,7 +110,6 @@ def _fit(actor: Actor, demonstrations: Sequence[Demonstration], spec: builtin.Wa
 
 
 def _config(spec: builtin.WarmStart, folder: str) -> Config:
-    """Return the warm start's settings as a configuration of the supervised schedule, in one process."""
     actor = ActorConfig(
         policy_loss=PolicyLossConfig(loss_mode="sft"),
         optim=OptimConfig(lr=spec.lr, lr_warmup_steps=spec.lr_warmup_steps, weight_decay=0.0),

@@ -17,6 +17,7 @@ import oracles
 import pytest
 import ray
 from oracles import Training
+from tiny_run import two_workers
 
 from grpo_rl.cluster.session.launcher import processes
 
@@ -64,13 +65,6 @@ def told(process: subprocess.Popen[str]) -> tuple[str, float]:
     assert process.returncode == 0, err
     text, seconds = json.loads(out.splitlines()[-1])
     return text, seconds
-
-
-def two_workers(words: list[str]) -> list[str]:
-    """The same training with one replica and without a reference, which starts sooner."""
-    left_out = ("kl_loss_coef=", "rollout.nnodes=", "rollout.n_gpus_per_node=")
-    kept = [word for word in words if not any(key in word for key in left_out)]
-    return [*kept, "actor_rollout_ref.actor.use_kl_loss=false"]
 
 
 def process_of(training: Training, name: str) -> int:

@@ -21,5 +21,4 @@ sleep between the short operations of a small model cost 4 to 6 % of its updates
 
 
 def environment_of(*, alone: bool) -> dict[str, str]:
-    """Return the variables of workers which share their cores, or of one that computes `alone`."""
     return ENVIRONMENT if alone else ENVIRONMENT | SHARED_CORES

@@ -46,8 +46,6 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class NodeSlot:
-    """The place of a process on a node, by Ray's id, with cores for it and for its children."""
-
     node: str
     num_cpus: float
     gpu_ids: tuple[str, ...] = ()
@@ -90,7 +88,7 @@ class Pool:
         self.gpu_ids = [_probe_gpus(group, timeout_s) if use_gpu else [] for group in self.groups]
         one_node = [[*range(per_node)]]
         self.on_nodes = [one_node if nodes_per_slot == 1 else self._by_node(group, nodes_per_slot) for group in self.groups]
-        self._check = check
+        self._check, self.nodes = check, set(nodes_of(*self.groups))
         if check is not None:
             check(self.nodes)
 
@@ -109,23 +107,8 @@ class Pool:
         # The processes that share a slot are far apart in the list: if fewer are asked for, each slot has its first one.
         return slots * processes_per_slot
 
-    @property
-    def nodes(self) -> set[str]:
-        return self._nodes(self.groups)
-
-    def nodes_of(self, slot: Slot) -> set[str]:
-        return self._nodes([slot.placement_group])
-
     def cpus_on(self, node: str) -> float:
-        places = [
-            node_id
-            for group in [*self.groups, *self._further]
-            for node_id in placement_group_table(group)["bundles_to_node_id"].values()
-        ]
-        return places.count(node) * self._bundle["CPU"]
-
-    def _nodes(self, groups: Sequence[PlacementGroup]) -> set[str]:
-        return {node for group in groups for node in placement_group_table(group)["bundles_to_node_id"].values()}
+        return nodes_of(*self.groups, *self._further).count(node) * self._bundle["CPU"]
 
     def another(self, devices: int, timeout_s: float, node: str | None = None) -> Slot:
         """Return a slot for one process more: one that was given back, or `devices` on one node, on `node` if
@@ -146,7 +129,7 @@ class Pool:
             raise ClusterError(f"the cluster had no room for {devices} more devices on one node within {timeout_s:.0f} s")
         try:
             if self._check is not None:
-                self._check(self._nodes([group]))
+                self._check(set(nodes_of(group)))
             gpu_ids = _probe_gpus(group, timeout_s) if "GPU" in self._bundle else []
         except ClusterError:
             self.give_back(Slot(group, (), ()))
@@ -171,8 +154,9 @@ class Pool:
         for group in self.groups:
             # One that others use now may come free; one that is too small never does.
             if not group.wait(min(grow_s, timeout_s)) and not _fits(nnodes, self.per_node, self._bundle):
+                total = ray.cluster_resources()
                 raise ClusterError(
-                    f"the cluster is too small: it has {_resources(ray.cluster_resources())} on "
+                    f"the cluster is too small: it has {total.get('CPU', 0.0):g} CPUs, {total.get('GPU', 0.0):g} GPUs on "
                     f"{sum(node['Alive'] for node in ray.nodes())} nodes, and the run needs {what}; take a larger one, or "
                     "fewer trainer.nnodes, trainer.n_gpus_per_node, rollout.nnodes or rollout.n_gpus_per_node; where nodes are yet "
                     "to join, raise ray_kwargs.ray_init.wait_for_nodes_s"
@@ -198,6 +182,10 @@ class Pool:
         return list(nodes.values())
 
 
+def nodes_of(*groups: PlacementGroup) -> list[str]:
+    return [node for group in groups for node in placement_group_table(group)["bundles_to_node_id"].values()]
+
+
 def raylets(slots: Mapping[str, Slot]) -> dict[str, tuple[str, int]]:
     """Return the address of the raylet of each node with a slot, by what messages call the node."""
     on_node: dict[str, list[str]] = {}
@@ -218,7 +206,7 @@ def raylets(slots: Mapping[str, Slot]) -> dict[str, tuple[str, int]]:
 
 def _probe_gpus(group: PlacementGroup, timeout_s: float) -> list[str]:
     refs = [
-        ray.remote(_gpu_id)
+        ray.remote(lambda: str(ray.get_gpu_ids()[0]))
         .options(num_gpus=1, num_cpus=0, scheduling_strategy=PlacementGroupSchedulingStrategy(group, b))
         .remote()
         for b in range(len(group.bundle_specs))
@@ -235,21 +223,12 @@ def runs_here() -> bool:
 
 
 def _fits(nnodes: int, per_node: int, bundle: dict[str, float]) -> bool:
-    """Return whether the cluster would have room for the pool if nothing else used it."""
     places = [
         min(int(node["Resources"].get(name, 0.0) / amount + 1e-6) // per_node for name, amount in bundle.items())
         for node in ray.nodes()
         if node["Alive"]
     ]
     return sum(places) >= nnodes
-
-
-def _resources(resources: dict[str, float]) -> str:
-    return ", ".join(f"{resources.get(name, 0.0):g} {name}s" for name in ("CPU", "GPU"))
-
-
-def _gpu_id() -> str:
-    return str(ray.get_gpu_ids()[0])
 
 
 # ---- what each machine has ---------------------------------------------------------------------------

@@ -135,7 +135,7 @@ class WorkerHost:
         return None if activity is None else activity()
 
     def doing(self) -> list[Doing]:
-        """Return each call at work, its seconds and stack; then the worker's own thread, and the children."""
+        """Return each call at work with its seconds and stack; then the worker's own thread, and the children."""
         current_time = time.monotonic()
         active_calls = [
             (method, current_time - began, stack_of(thread)) for thread, (method, began) in list(self._calls.items())
@@ -169,11 +169,9 @@ class WorkerHost:
         self._instruments.observe(folder)
 
     def measures(self) -> tuple[str | None, dict[str, PhaseMeasure]]:
-        """Return the name of this process's GPU, if any, and what each phase took since the last call."""
         return device_name(), self._instruments.measures()
 
     def _value(self, argument: Any) -> Any:
-        """Return what the argument stands for; the last stored value stays, until another takes its place."""
         if not isinstance(argument, Stored):
             return _local(argument)
         if self._fetched[0] != argument.key:
@@ -227,7 +225,6 @@ _MEMORY_KEYS = {
 
 
 def what_to_do(call: str) -> str:
-    """Return which keys to change if memory ran out in `role.method` or `start role`."""
     role = re.split(r"[.\d ]", call.removeprefix("start "))[0].replace("sampling", "rollout")
     return f"turn down {_MEMORY_KEYS[role]}" if role in _MEMORY_KEYS else "give the run more memory"
 
@@ -258,14 +255,12 @@ def make_worker(name: str, *arguments: Any, **options: Any) -> Any:
 Arguments = Sequence[tuple[Any, ...]]
 
 LONG_AND_SILENT = frozenset({"save", "load", "export"})
-"""Calls in which a library may hold the interpreter for long."""
 LOG_TAIL_LINES = 12
 BLAME_S = 2.0
 """Seconds for a dead process to be found if one reports trouble: neighbours see a broken connection first."""
 TITLE = b"ray::"
 """The beginning of the command lines of Ray's workers: a process of another name has only inherited a worker's id."""
 LEAVE_S = 2.0
-"""Workers may take so long to end; an engine has children to end."""
 # A user's mistake that a worker reports is raised again as the same error, with its exit code.
 _USER_ERRORS: dict[str, type[GrpoRlError]] = {
     kind.__name__: kind for kind in (ConfigError, DataError, CheckpointError, FunctionError, RewardError)
@@ -299,7 +294,6 @@ class Worker:
     def __init__(
         self, name: str, slot: Slot | NodeSlot, log_dir: Path, environment: Mapping[str, str], threads: int = 1
     ) -> None:
-        """Start it. `threads` are the calls that it answers at once."""
         self.name = name
         self.slot: Any = slot
         self.log_file = log_dir / f"{name}.log"
@@ -312,7 +306,6 @@ class Worker:
         self.is_built = True
         """False while a process that came later is being made: nobody waits for it."""
         self.asked: tuple[str, float] = ("", 0.0)
-        """The method that was called last, and when."""
         self._environment, self._threads = environment, threads
         devices = {"CUDA_VISIBLE_DEVICES": ",".join(slot.gpu_ids)} if slot.gpu_ids else {}
         worker_environment = {**environment, **devices}
@@ -331,12 +324,10 @@ class Worker:
         return self.actor.call.remote(method, *args, told=faults.told(), **kwargs)
 
     def call_for_two(self, method: str, *args: Any) -> tuple[ray.ObjectRef, ray.ObjectRef]:
-        """Start a call of a method that returns a pair, as two objects: either may be fetched without the
-        other.
+        """Start a call of a method that returns a pair, as two objects to be fetched apart.
 
-        A returned value above Ray's limit for the answer itself (100 KiB, `RAY_max_direct_call_object_size`)
-        lies in the object store of the worker's machine, belongs to the caller, and stays when the worker
-        dies.
+        A value above Ray's limit for answers (100 KiB, `RAY_max_direct_call_object_size`) lies in the object
+        store of the worker's machine, belongs to the caller, and stays when the worker dies.
         """
         self.asked = (method, time.monotonic())
         return self.actor.call.options(num_returns=2).remote(method, *args, told=faults.told())
@@ -543,14 +534,12 @@ def settle(
 
 
 def is_broken(error: RemoteError) -> bool:
-    """Return whether the worker reports that it cannot go on, and not that the request was wrong."""
     return error.kind == ClusterError.__name__ or (
         not error.user_error and (error.kind in _PEER_ERRORS or any(words in error.message for words in _PEER_WORDS))
     )
 
 
 def _death_among(by_ref: dict[ray.ObjectRef, Worker], pending: list[ray.ObjectRef], what: str) -> WorkerDied | None:
-    """Return the death of a worker that has not answered yet, if there is one within BLAME_S."""
     deadline = time.monotonic() + BLAME_S
     while pending and time.monotonic() < deadline:
         done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))

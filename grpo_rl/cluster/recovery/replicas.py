@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import ray
 
-from grpo_rl.cluster.processes.placement import Pool, raylets, runs_here
+from grpo_rl.cluster.processes.placement import Pool, nodes_of, raylets, runs_here
 from grpo_rl.cluster.processes.worker_group import Worker, WorkerFailed, WorkerGroup, end_workers, settle, wait_all
 from grpo_rl.cluster.recovery.supervisor import Supervisor
 from grpo_rl.cluster.session.liveness import unanswered
@@ -21,7 +21,6 @@ from grpo_rl.errors import ClusterError, ConfigError, GrpoRlError
 
 Build = Callable[[Worker], ray.ObjectRef]
 Vacated = Callable[[], AbstractContextManager[None]]
-"""A function that clears the engines' GPUs of everything else, for as long as the context lasts."""
 ORDERS_S = 0.5
 
 
@@ -43,22 +42,20 @@ class _Standing:
     since: float = 0.0
     """When it began to be missing: the one before it was lost, or it was asked for."""
     joins: bool = False
-    """True if it takes no other one's place."""
     raylet: tuple[str, int] | None = None
-    """The address of the raylet of its node, if nodes may leave."""
 
 
 class Replicas:
     """The processes of the rollout set by what they may do.
 
-    The replicas in `serving` hold the current weights and alone get requests. One that is lost, because a
-    call to it failed or its heartbeat stopped, is killed, and a new process takes its place; built, it is
-    `ready`, and waits for the current weights, as one that joins does. One that leaves is ended between two
-    calls of the pool, which asks others for what it had not answered. `lose` and `resize` may be called from
-    any thread, everything else from the controller's.
+    The replicas in `serving` hold the current weights and alone get requests. One that is lost (a call
+    failed, or its heartbeat stopped) is killed, and a new process takes its place; built, it is `ready`, and
+    waits for the current weights, as one that joins does. One that leaves is ended between two calls of the
+    pool, which asks others for what it had not answered. `lose` and `resize` may be called from any thread,
+    all else from the controller's.
 
-    If engines share GPUs with ranks, `vacated` clears them for an engine that is built: a replacement waits,
-    as a process with nothing in it, until the controller calls `build_apart` at a time when no rank works.
+    If engines share GPUs with ranks, a replacement waits, as a process with nothing in it, until the
+    controller calls `build_apart` at a time when no rank works; `vacated` clears the GPUs for it.
     """
 
     def __init__(
@@ -87,7 +84,6 @@ class Replicas:
         return self._those("serving")
 
     def ready(self) -> list[Worker]:
-        """Return the replicas that are built and lack nothing but the weights."""
         return self._those("ready")
 
     def _those(self, state: str) -> list[Worker]:
@@ -118,9 +114,8 @@ class Replicas:
         """Build the replacements that wait for GPUs without ranks on them, and put them to sleep; return
         those.
 
-        vLLM counts every change of the GPU's free memory while it starts as its own, and wants its share of
-        all memory free before. So the ranks leave the GPUs, and come back when the new engine has given its
-        memory back.
+        vLLM counts every change of the GPU's free memory while it starts as its own: the ranks leave the
+        GPUs, and come back when the new engine has given its memory back.
         """
         waiting = self._those("unbuilt")
         if not waiting:
@@ -136,7 +131,6 @@ class Replicas:
         return built
 
     def serve(self, worker: Worker, version: int) -> None:
-        """Let a new replica serve, which holds the current weights, those of this version."""
         with self._lock:
             standing = self._standings.get(worker)
             if standing is None:
@@ -262,7 +256,6 @@ class Replicas:
         return f"{what}: {num_wanted} engine{'s' * (num_wanted > 1)} then"
 
     def _join(self, name: str, node: str | None) -> None:
-        """Find a place and start another replica in it; without a place there will be one less."""
         assert self.elastic is not None
         since = time.monotonic()
         try:
@@ -272,7 +265,7 @@ class Replicas:
                 self.wanted -= 1
             self.supervisor.recoveries.warn(f"engines: {name} does not join: {error}")
             return
-        for joined in self.elastic.pool.nodes_of(slot):
+        for joined in set(nodes_of(slot.placement_group)):
             _beside(f"functions for {name}", self.elastic.on_place, joined)
         self._start(self._first.another(name, slot), _Standing("starting", since, joins=True))
 

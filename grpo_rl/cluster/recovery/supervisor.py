@@ -41,7 +41,6 @@ class Recoveries:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.restarts = trainer.recover != "off"
-        """True if a worker that failed is started again."""
         self.on_restart = on_restart
         """Called with the name of every worker that is lost and gets a new process, and None; later with that process's id."""
         self.warn = warn
@@ -69,7 +68,6 @@ class Recoveries:
         self.warn(f"recovery: {name} failed: {cause_line(cause)}; {then}")
 
     def recovered(self, name: str, kind: str, seconds: float, how: str) -> None:
-        """Report that it works again, `seconds` after the failure was noticed."""
         self.warn(f"recovery: {name} is back after {seconds:.1f} s: {how}")
         if kind == "rollout":
             self.timeline.ended("engines", f"{name} is replaced", seconds)
@@ -78,7 +76,6 @@ class Recoveries:
         self._total += 1
 
     def came_or_went(self, name: str, what: str, seconds: float, how: str) -> None:
-        """Report that an engine has `joined` the run or `left` it, which took so long."""
         self.warn(f"engines: {name} {what} after {seconds:.1f} s: {how}")
         self.timeline.ended("engines", f"{name} {what}", seconds)
         self.count(f"engines_{what}", 1.0)
@@ -88,7 +85,6 @@ class Recoveries:
             self._since[f"recovery/{name}"] = self._since.get(f"recovery/{name}", 0.0) + number
 
     def metrics(self) -> Metrics:
-        """Return the counts noted since the last call."""
         with self._lock:
             since, self._since = self._since, {}
             return since | {"recovery/restarts_total": float(self._total)} if since else {}
@@ -119,7 +115,6 @@ class _Watched:
     ref: ray.ObjectRef
     last: float = field(default_factory=time.monotonic)
     waits: dict[str, float] = field(default_factory=dict)
-    """`waits_for_cpu` of its threads at that time."""
 
     def waited_s(self) -> float:
         """Return for how long one of its threads had no core since the last sign of life: a worker is not late for lack of cores."""
@@ -133,13 +128,11 @@ class _Watched:
 
 
 class Supervisor(threading.Thread):
-    """Watches over the processes of one cluster: ends workers that are frozen, and reports every end,
-    whatever caused it.
+    """Watches over the processes of one cluster: ends workers that are frozen, and reports every end.
 
-    Every worker answers a call (`beat`) a heartbeat after it was made, in a thread of its own, and is called
-    again at once. A process that is stopped or whose interpreter is held cannot answer; one whose engine
-    loops answers, and reports for how long it has been in one step; one that dies fails the answer that is on
-    its way.
+    Every worker answers a call (`beat`) a heartbeat after it was made, in a thread of its own. A process that
+    is stopped or whose interpreter is held cannot answer; one whose engine loops answers, and reports for how
+    long it has been in one step; one that dies fails the answer that is on its way.
     """
 
     def __init__(self, trainer: TrainerConfig, recoveries: Recoveries) -> None:
@@ -228,7 +221,6 @@ class Supervisor(threading.Thread):
 PHASE_LOOK_S = 0.5
 LEAST_S = 60.0
 ANSWER_S = 2.0
-"""A process that runs Python says within it what it is doing."""
 
 
 class StuckReport(threading.Thread):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from grpo_rl.config.derived import processes_on
 from grpo_rl.config.schema.model import EnvironmentConfig
@@ -77,7 +77,6 @@ class FunctionSpec:
     variables: Mapping[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)
 
     def sizes(self, cores: int) -> dict[str, int]:
-        """Return the number of processes of each service on a node with so many cores for them."""
         sizes = {
             name: processes_on(cores, scorer.config.num_workers) if isinstance(scorer, ScorerSpec) else 1
             for name, scorer in self.scorers.items()
@@ -87,16 +86,6 @@ class FunctionSpec:
         return sizes
 
 
-class Service(Protocol):
-    def put(self, batch: Any) -> None: ...
-
-    @property
-    def is_busy(self) -> bool:
-        """Return whether more is to be told soon, which is worth a moment's wait."""
-
-    def close(self) -> None: ...
-
-
 class FunctionHost:
     """The services of one node. Batches come by `put`; all that has happened goes back by `take`."""
 
@@ -104,7 +93,7 @@ class FunctionHost:
         """Start the processes and wait for them. Raises RewardError, with this node's name, if some cannot start here."""
         _take_over(spec)
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._services: dict[str, Service] = {}
+        self._services: dict[str, Scorer | Environments] = {}
         self._gather_s = GATHER_S
         self.sizes = spec.sizes(cores)
         self.walls = ""  # around programs that a model writes, in words
@@ -216,22 +205,17 @@ def _plain(outcome: Any) -> Any:
 
 
 class Environments(threading.Thread):
-    """The environment processes of a node: takes calls of `EnvironmentPool`, tells its events."""
-
     def __init__(self, spec: EnvironmentSpec, logs: Sequence[Path], tell: Tell) -> None:
         super().__init__(name="environments", daemon=True)
         self._spec, self._logs, self._tell = spec, logs, tell
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._closed, self._ended = threading.Event(), threading.Event()
+        self.is_busy = False  # each answer lets an episode go on
         self.start()
 
     def put(self, batch: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
         for call in batch:
             self._inbox.put((None, call))
-
-    @property
-    def is_busy(self) -> bool:
-        return False  # each answer lets an episode go on
 
     def close(self) -> None:
         self._closed.set()

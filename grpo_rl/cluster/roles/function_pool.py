@@ -1,8 +1,7 @@
 """The function hosts of a run, one on each node: batches go to those with room, answers come back.
 
-One thread for each host waits for what has happened there. A host that is lost gives its work back, which
-others do, and another is started in its place unless its node is gone: functions of the same arguments give
-the same results on every node.
+One thread for each host waits for what has happened there. A host that is lost gives its work to others, and
+is replaced unless its node is gone: functions of the same arguments give the same results on every node.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 
@@ -44,19 +43,6 @@ FIRST_JOINED = 1000
 GATHER_S = 0.01
 
 
-class Client(Protocol):
-    """A service of all hosts. All methods are called in the threads of hosts."""
-
-    def joined(self, worker: Worker, size: int) -> None:
-        """Note that this host, with so many processes, may be asked."""
-
-    def lost(self, worker: Worker, cause: str) -> None: ...
-
-    def heard(self, worker: Worker, said: Any) -> None: ...
-
-    def broke(self, why: GrpoRlError) -> None: ...
-
-
 class FunctionPool:
     def __init__(self, worker_group: WorkerGroup, spec: FunctionSpec, cores: Sequence[int], supervisor: Supervisor) -> None:
         """`cores` has those of each host's node that its processes may use."""
@@ -64,7 +50,7 @@ class FunctionPool:
         self._cores = {worker: (cores[k], k, len(cores)) for k, worker in enumerate(worker_group.workers)}
         """What each host is built from besides what all have: cores, its number, and the hosts that numbers are shared with."""
         self._sizes: dict[Worker, dict[str, int]] = {}
-        self._clients: dict[str, Client] = {}
+        self._clients: dict[str, ScorerClient | EnvironmentClient] = {}  # called in the hosts' threads
         self._broken: GrpoRlError | None = None
         self._lock, self._closed = threading.Lock(), threading.Event()
 
@@ -125,7 +111,7 @@ class FunctionPool:
         ray.wait([worker.call("close") for worker in workers], num_returns=len(workers), timeout=KILL_S)
         self.worker_group.shutdown()
 
-    def _enter(self, service: str, client: Client) -> None:
+    def _enter(self, service: str, client: ScorerClient | EnvironmentClient) -> None:
         with self._lock:
             self._clients[service] = client
             workers = list(self.worker_group.workers)
@@ -138,7 +124,6 @@ class FunctionPool:
         worker.call("put", service, batch)  # one that is lost is noticed by whoever listens to it
 
     def _listen(self, worker: Worker) -> None:
-        """Hand on what a host says, and what another says in its place once it is lost."""
         patience_s = WAIT_S + self.worker_group.call_timeout_s
         try:
             while not self._closed.is_set():
@@ -199,8 +184,6 @@ class FunctionPool:
 
 
 class ScorerClient:
-    """`rewards.runtime.runner.JobPool` over all nodes."""
-
     def __init__(self, put: Callable[[Worker, Any], None], done: Done, broken: Broken) -> None:
         self._put, self._done, self.broke = put, done, broken
         self._sizes: dict[Worker, int] = {}  # processes of each host
@@ -305,8 +288,6 @@ def _sent_sample(sample: Any) -> tuple[str, Any, Any, dict[str, Any]]:
 
 @dataclass(slots=True)
 class _Load:
-    """The episodes of a host, and the calls that it has not been sent."""
-
     episodes: set[str]
     calls: list[tuple[str, tuple[Any, ...]]]
 

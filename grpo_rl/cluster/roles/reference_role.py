@@ -30,7 +30,6 @@ class ReferenceRole:
         self.worker_group, self.rule, self.want_hidden = worker_group, rule, want_hidden
 
     def logprobs(self, batch: Batch) -> Batch:
-        """Return the batch with `ref_logprobs_T`, and `ref_hidden_TD` for the full KL."""
         names = {"ref_logprobs_T": "logprobs_T"} | ({"ref_hidden_TD": "hidden_TD"} if self.want_hidden else {})
         return batch.replace(**self.dispatched(batch).compute(self.rule, self.method, names, self.want_hidden))
 
@@ -52,8 +51,6 @@ class BaseReferenceRole(ReferenceRole):
 
 
 class MovingReferenceRole(SavedRole, ReferenceRole):
-    """The `protocols.MovingReference`: the reference of iterated training, whose weights are part of a checkpoint."""
-
     folder = "reference"
     absent = (
         "has no reference that moves: it was written by a run without a KL term, or of another trainer.schedule; go on with that "
@@ -61,7 +58,6 @@ class MovingReferenceRole(SavedRole, ReferenceRole):
     )
 
     def become(self, actor: ActorRole) -> None:
-        """Take over the actor's weights, rank by rank: both groups are sharded alike."""
         assert len(actor.worker_group) == len(self.worker_group), "the same number of ranks"
         parts = actor.worker_group.call_for_two("weights", [()] * len(self.worker_group))
         self.worker_group.call_each("update", [(part.ref,) for _, part in parts])

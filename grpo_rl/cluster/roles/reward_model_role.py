@@ -83,7 +83,6 @@ class RewardModelRole:
                     self._call()
 
     def wait(self, rollouts: Sequence[Rollout]) -> list[Outcome]:
-        """Return the score of each rollout. Raises what a call to the worker group raised."""
         for rollout in rollouts:
             self.submit(rollout)
         with self._lock:

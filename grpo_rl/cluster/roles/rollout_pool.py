@@ -32,7 +32,6 @@ class Ledger(Generic[W]):
     def __init__(self, requests: Iterable[Request] = ()) -> None:
         self.waiting: deque[Request] = deque(requests)
         self.in_flight: dict[W, dict[str, Request]] = {}
-        """The replicas that may be asked, and the requests that each has, in the order given."""
         self._homes: dict[str, W] = {}
 
     @property
@@ -77,7 +76,6 @@ class Ledger(Generic[W]):
         return assigned_requests
 
     def _home(self, request: Request, capacity: int) -> W | None:
-        """Return the replica that has the conversation of a request, if it has room."""
         worker = self._homes.get(request.conversation) if request.conversation else None
         return worker if worker is not None and len(self.in_flight.get(worker, range(capacity))) < capacity else None
 
@@ -86,7 +84,6 @@ class Ledger(Generic[W]):
         return self.in_flight.get(worker, {}).pop(request_id, None) is not None
 
     def forget(self, request_ids: Collection[str]) -> None:
-        """Expect no answer to these requests any more."""
         self.waiting = deque(request for request in self.waiting if request.request_id not in request_ids)
         for requests in self.in_flight.values():
             for request_id in requests.keys() & set(request_ids):
@@ -100,14 +97,13 @@ class Transfer:
     """A transfer of the actor's weights to the engines, in the way that `checkpoint_engine.backend` names.
 
     The actor's ranks walk through the model together, as a whole tensor is gathered from all of them, and
-    pack bucket after bucket. The controller asks all ranks for the next bucket and all engines to load it;
-    only a reference passes through the controller. By Ray's object store and by NCCL the next bucket is
-    packed while this one is loaded; with CUDA IPC its memory is in use until every engine has answered. An
-    engine that fails on the way is left out.
+    pack bucket after bucket, which all engines load; only a reference passes through the controller. By Ray's
+    object store and by NCCL the next bucket is packed while this one is loaded; with CUDA IPC its memory is
+    in use until every engine has answered. An engine that fails on the way is left out.
 
-    NCCL's group has fixed members, so that it is made anew before a transfer between other processes; and a
-    broadcast that lost a member ends for none of the others, so that an engine's failure raises WorkerFailed,
-    as a rank's does: the run starts all its processes again.
+    NCCL's group has fixed members: it is made anew before a transfer between other processes. A broadcast
+    that lost a member ends for none of the others, so that an engine's failure raises WorkerFailed, as a
+    rank's does.
     """
 
     def __init__(
@@ -239,7 +235,6 @@ class ReplicaPool(RequestPool):
         """True if the engines take weights while requests are unfinished; None as long as none has said so."""
         self._ledger: Ledger[Worker] = Ledger()
         self._polls: dict[ray.ObjectRef, tuple[Worker, StoredBlock]] = {}
-        """The reports that are waited for, each with its replica and the block that comes with it."""
         self._quiet_s = 0.0
 
     # ---- weights -------------------------------------------------------------------------------------
@@ -304,8 +299,8 @@ class ReplicaPool(RequestPool):
 
         Those that sleep take memory for their weights before, and for their cache when the actor has given
         back what the transfer used. Each replica is told that an update begins (it samples no further), gets
-        every bucket, and is told that this was all (it checks that nothing is missing, drops or keeps its
-        cache, and samples on under the new version). One that fails is left out of what follows.
+        every bucket, and is told that this was all (it checks that nothing is missing, and samples on under
+        the new version).
         """
         assert self.transfer is not None, "weights move where there is an actor"
         alive = list(workers)
@@ -382,7 +377,6 @@ class ReplicaPool(RequestPool):
             raise ClusterError(f"no response ended for {self.options.step_timeout_s:.0f} s on {waiting or 'no replica'}")
 
     def _patience(self, request: Request) -> tuple[float, int]:
-        """Return how long responses to requests like this one may wait for others, and for how many."""
         if request.conversation:
             return 0.0, 1  # the next turn waits for this one
         # A replica must not run out of what it was given in advance.
@@ -392,9 +386,9 @@ class ReplicaPool(RequestPool):
     def _ahead(self) -> int:
         """Return how many requests a replica gets beyond those that it samples at once.
 
-        It is half of its share of those that wait, so that no replica is at work for long when the others
-        have none (guided self-scheduling: Polychronopoulos and Kuck 1987). If weights change while requests
-        are unfinished, few go ahead: those that wait here are begun with the newest.
+        Half of its share of those that wait, so that no replica is at work for long when the others have none
+        (guided self-scheduling: Polychronopoulos and Kuck 1987). If weights change while requests are
+        unfinished, few go ahead: those that wait here are begun with the newest.
         """
         most = self.options.max_num_seqs
         share = len(self._ledger.waiting) // (2 * max(1, len(self._ledger.in_flight)))

@@ -1,11 +1,11 @@
-"""The roles that train, over their worker groups: how a batch is dispatched to ranks, the actor, the critic
-and the reward model.
+"""The roles that train, over their worker groups: how a batch is dispatched to ranks; actor, critic, reward
+model.
 
-The rollouts are assigned to ranks once a step. Each rank's shard goes into Ray's object store; every call of
-the step only refers to it, and brings which rows make which micro-batch, and columns that came later. A
-process fetches its shard once and keeps it (`worker_group.Stored`). Remote columns are sent as the places of
-their values: tokens and log-probs cross processes once, from where they were made to the rank that trains on
-them; values below Ray's limit of 100 KiB pass through the controller's process, unread.
+The rollouts are assigned to ranks once a step. Each rank's shard goes into Ray's object store; every call
+only refers to it, and brings which rows make which micro-batch, and columns that came later. A process
+fetches its shard once (`worker_group.Stored`). Tokens and log-probs cross processes once, from where they
+were made to the rank that trains on them; values below Ray's limit of 100 KiB pass through the controller's
+process, unread.
 """
 
 from __future__ import annotations
@@ -235,7 +235,6 @@ class SavedRole:
     def load_own_state(self, state: dict[str, Any]) -> None: ...
 
     def save(self, folder: Path, in_background: bool = False) -> None:
-        """Write the present state, or begin to, beside the training."""
         if self.folder:
             make_folder(folder / self.folder)
         state_files = ({self.own_file: json.dumps(self.own_state())},) if self.own_file else ()
@@ -405,7 +404,6 @@ class ActorRole(TrainedRole):
         return batch.group_N.tolist() if self.objective.needs_pairs else None
 
     def mini_batches(self, batch: Batch) -> list[list[int]]:
-        """Return the rollouts of each optimizer step: `ppo_mini_batch_size` whole prompt groups, for every epoch."""
         seeds: list[int | None] = [None] * self.config.ppo_epochs
         if self.config.shuffle:
             first = self.config.data_loader_seed * 1_000_003 + self.num_shuffles
@@ -413,7 +411,6 @@ class ActorRole(TrainedRole):
         return mini_batches(batch, self.config.ppo_mini_batch_size, seeds)
 
     def _selected(self, batch: Batch) -> list[Tensor]:
-        """Return, for each mini-batch, the clipped ones among the batch's tokens."""
         advantages_T = batch.token_advantages()
         assert advantages_T is not None and batch.old_logprobs_T is not None
         old_logprobs_T, selected = values(batch.old_logprobs_T), []
@@ -476,7 +473,6 @@ class TrainedRewardModelRole(TrainedRole):
         return [list(range(batch.num_rollouts))]
 
     def units(self, batch: Batch) -> Sequence[int] | None:
-        """Return the pair of each rollout, whose two sides are compared in one micro-batch."""
         return batch.group_N.tolist() if self.pairs else None
 
     def update(self, batch: Batch) -> Metrics:

@@ -1,10 +1,9 @@
 """The launcher: the process that a user started, whose only child is the run's controller.
 
-It passes signals on, says how the controller ended if that could not say so itself (Ray ends a process whose
-raylet has gone, the kernel one that takes too much memory), and ends and removes what is left. All processes
-of a session inherit the variable GRPO_SESSION with the session's token, and are found by it whatever group or
-parent they have; the controller was forked and shows no such variable. If the launcher is killed, the
-controller gets SIGTERM.
+It passes signals on, says how the controller ended if that could not (Ray ends a process whose raylet has
+gone, the kernel one that takes too much memory), and ends and removes what is left. All processes of a
+session inherit GRPO_SESSION with the session's token, and are found by it whatever group or parent they have;
+the forked controller shows no such variable. If the launcher is killed, the controller gets SIGTERM.
 
 A process that was not launched (a test, a notebook) has `python launcher.py TOKEN FOLDER PID` beside it,
 which waits for its end and cleans up: this file imports Python's library alone.
@@ -186,7 +185,6 @@ def remove_segments(folder: Path) -> None:
 
 
 def is_tracker(pid: int) -> bool:
-    """Return whether this is one of Python's trackers of shared memory."""
     try:
         return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

@@ -29,7 +29,6 @@ REMOTE_PATIENCE_S = 60.0
 """As long as Ray's own processes wait for a head that is started again, or a network that comes back."""
 NODE_PATIENCE_S = 6.0
 KNOWS_TOKENS = (2, 52)
-"""The first Ray that can ask for a token."""
 OWN_ADDRESS_S = 1.0
 _HOST_PORT = re.compile(r"(?:ray://)?\[?([^\[\]/]+?)\]?:(\d+)$")
 
@@ -53,7 +52,6 @@ def refuse_unreachable(address: str) -> None:
 
 
 def why_not_connected(address: str | None, error: Exception) -> ClusterError:
-    """Return the error, of one line, for a connection that Ray could not make."""
     text = str(error)
     where = f"the cluster at {address}" if address else "a local Ray"
     versions = re.findall(r"Ray: (\S+)\s+Python: (\S+)", text)
@@ -200,7 +198,6 @@ def own_token() -> str | None:
 
 
 def refuse_open_cluster(address: str, *, allowed: bool) -> None:
-    """Raise ClusterError for a cluster without authentication, unless it is allowed."""
     if not allowed and answers_without_token(address):
         first = ".".join(map(str, KNOWS_TOKENS))
         raise ClusterError(

@@ -46,7 +46,6 @@ has no other to go on with, and `liveness.ClusterWatch` notices a raylet that ha
 PORTS = range(20_000, 32_768)
 """Below those that the kernel gives to connections, so that nothing takes a free one before Ray does."""
 SIGACTION_BYTES = 512
-"""More than a struct sigaction has on any system."""
 
 _is_set = False
 """True once `set_environment` has come before the import of Ray."""
@@ -133,10 +132,6 @@ class Connection(threading.Thread):
         """False for a Ray to which this process was connected before."""
         self._tried = threading.Event()
 
-    @property
-    def is_local(self) -> bool:
-        return not self._address
-
     def run(self) -> None:
         try:
             self._connect()
@@ -150,14 +145,12 @@ class Connection(threading.Thread):
         return self._tried.is_set()
 
     def connected(self) -> None:
-        """Wait until Ray is there. Raises ClusterError."""
         if not self._tried.wait(START_S):
             raise ClusterError(f"Ray did not start within {START_S:g} s: is this machine, or the cluster's head, very busy?")
         if self._error is not None:
             raise self._error
 
     def watch_nodes(self, raylets: Mapping[str, tuple[str, int]]) -> None:
-        """Watch over these nodes of a cluster as well."""
         if self._on_lost is not None and self._address:
             self._watches.append(liveness.ClusterWatch(raylets, self._on_lost, liveness.NODE_PATIENCE_S))
 
@@ -187,9 +180,10 @@ class Connection(threading.Thread):
         if self._on_lost is not None:
             host, _, port = head.rpartition(":")
             places: dict[str, tuple[str, int] | str] = {"its head (gcs_server)": (host, int(port))}
-            if self.is_local:
+            patience_s = liveness.REMOTE_PATIENCE_S
+            if not self._address:
                 places["its raylet"] = str(ray.nodes()[0]["RayletSocketName"])
-            patience_s = liveness.LOCAL_PATIENCE_S if self.is_local else liveness.REMOTE_PATIENCE_S
+                patience_s = liveness.LOCAL_PATIENCE_S
             self._watches.append(liveness.ClusterWatch(places, self._on_lost, patience_s))
 
     def _start(self) -> str:
@@ -247,7 +241,6 @@ def kept_answer_to_sigterm() -> Iterator[None]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports of the loopback on which nothing listens."""
     ports: list[int] = []
     for port in random.SystemRandom().sample(PORTS, 1000):
         with contextlib.suppress(OSError), socket.create_server((LOOPBACK, port)):

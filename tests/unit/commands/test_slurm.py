@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import yaml
 from sockets import free_port
 
+from grpo_rl.cluster.run_session import STOP_WAIT
 from grpo_rl.commands.slurm import job_file
 from grpo_rl.config.compose import compose
 from grpo_rl.config.recipes import folder
+from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import ConfigError
 from grpo_rl.plan.make import make_plan
 
@@ -109,6 +113,29 @@ def test_the_files_for_other_clusters_start_a_run_that_can_be_planned(name: str,
     words = [word for word in shlex.split(command)[2:] if "/shared/" not in word]
     plan = make_plan(compose([*words, "machine=2x8xH100-80GB", "trainer.dry_run=true"]))
     assert (plan.config.trainer.nnodes, plan.config.trainer.n_gpus_per_node) == (2, 8)
+
+
+def test_the_job_for_kuberay_has_the_fields_of_its_kind() -> None:
+    """The names are those of KubeRay's `rayjob_types.go` and `raycluster_types.go`; no Kubernetes has read the file."""
+    file = yaml.safe_load((folder() / "cluster/rayjob.yaml").read_text())
+    assert (file["apiVersion"], file["kind"]) == ("ray.io/v1", "RayJob")
+    spec = file["spec"]
+    fields = {"submissionMode", "entrypoint", "runtimeEnvYAML", "backoffLimit", "shutdownAfterJobFinishes", "rayClusterSpec"}
+    assert spec.keys() == fields
+    assert spec["submissionMode"] == "K8sJobMode" and spec["shutdownAfterJobFinishes"] is True
+    assert float(yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"][STOP_WAIT]) > TrainerConfig().grace_s
+    cluster = spec["rayClusterSpec"]
+    assert cluster["rayVersion"] == version("ray"), "with another one Ray refuses to connect"
+    assert cluster["authOptions"] == {"mode": "token"}
+    [workers] = cluster["workerGroupSpecs"]
+    nodes, gpus = (int(value) for value in re.findall(r"trainer\.n(?:nodes|_gpus_per_node)=(\d+)", spec["entrypoint"]))
+    assert workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"] == nodes
+    for group in (cluster["headGroupSpec"], workers):
+        pod = group["template"]["spec"]
+        [container] = pod["containers"]
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+        assert int(container["resources"]["limits"].get("nvidia.com/gpu", 0)) == (gpus if group is workers else 0)
+    assert workers["template"]["spec"]["terminationGracePeriodSeconds"] > TrainerConfig().grace_s
 
 
 def test_skypilots_cluster_has_a_token_that_nobody_can_guess(tmp_path: Path) -> None:
