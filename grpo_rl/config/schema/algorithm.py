@@ -1,4 +1,4 @@
-"""Options of advantages, corrections and what is selected, and of distillation: `algorithm.*`, `distillation.*`."""
+"""Options `algorithm.*` and `distillation.*`."""
 
 # ruff: noqa: F403, F405, RUF009
 
@@ -15,61 +15,62 @@ class KlControlConfig:
     type: Literal["fixed", "adaptive"] = field("fixed", needs="use_kl_in_reward=true")
     """Keep kl_coef, or steer it to target_kl (Ziegler et al. 2019, section 2.2)."""
     kl_coef: Coefficient = 0.001
-    """Weight of the KL penalty in the reward, at the start."""
+    """Initial weight of the KL penalty in the reward."""
     horizon: Count = field(10000, needs="type=adaptive")
     """Rollouts over which the adaptive controller works."""
     target_kl: Positive = field(0.1, needs="type=adaptive")
-    """The KL that the adaptive controller steers to: the mean over responses of their tokens' mean."""
+    """The KL that the controller steers to: mean over responses of the mean over tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutCorrectionConfig:
     rollout_is: Literal["token", "sequence"] | None = None
-    """Weight the loss by the ratio of the trainer's old policy to the engine's: of each token, or of its whole response."""
+    """Weight the loss by the ratio of old policy to engine: of each token, or of the whole response."""
     rollout_is_threshold: RatioAboveOne | None = field(None, needs="rollout_is")
-    """Larger weights are cut to this; null: 2, or not cut if rollout_rs bounds the same ratio."""
+    """Upper bound of these weights; null: 2, or none if rollout_rs bounds the same ratio."""
     rollout_is_batch_normalize: bool = field(False, needs="rollout_is")
     """Divide the weights by their mean."""
     rollout_rs: list[RejectionMode] = field(list)
-    """Values compared with the bounds below; outside, the token (token_*) or the response (seq_*) is not trained."""
+    """Values with bounds, outside of which the token (token_*) or the response (seq_*) is not trained."""
     rollout_rs_threshold: list[Ratio] = field(list)
     """Upper bound for each entry of rollout_rs: of a ratio for k1, of a divergence for k2 and k3."""
     rollout_rs_threshold_lower: list[Ratio] = field(list)
     """Lower bound for each k1 entry of rollout_rs; empty: 1/upper."""
     bypass_mode: bool | None = None
-    """Take the engine's log-probs as the old ones, so that the ratio of the loss is the correction; null: only if weights
-    may be stale (trainer.schedule=one_step_off or async) and nothing else here corrects for that."""
+    """Take the engine's log-probs as the old ones, so that the loss's ratio is the correction; null: only if
+    weights may be stale (trainer.schedule=one_step_off or async) and nothing else here corrects for that."""
 
 
 @dataclass(frozen=True, slots=True)
 class FilterGroupsConfig:
     enable: bool = False
-    """Do not train groups whose responses all have the same metric, as these have no signal (DAPO, ScaleRL)."""
+    """Do not train groups whose responses all have the same metric: they have no signal (DAPO, ScaleRL)."""
     metric: str = "score"
-    """score (the sum of the rewards), seq_reward (with the overlong penalty too), a part of the reward by its name, such as auto or acc, or
-    your own choice `file.py:keep`, a function keep(group) -> bool of the list of a prompt's rollouts."""
+    """score (sum of rewards), seq_reward (with the overlong penalty), a part of the reward by its name, such
+    as auto or acc, or your own `file.py:keep`, a function keep(group) -> bool of a prompt's rollouts."""
     refill: bool = True
     """Sample further prompts until data.train_batch_size groups have a signal; false: train those that do."""
     max_num_gen_batches: Count = field(10, needs="refill=true")
-    """Most batches of data.gen_batch_size prompts for one step; if too few groups have a signal then, the run stops."""
+    """Most batches of data.gen_batch_size prompts for a step; if they do not suffice, the run stops."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayConfig:
     max_age: Staleness = 0
-    """Steps for which groups with rare successes are trained again, in place of a step's groups without a signal, by the ratio to the policy that sampled them; 0: never."""
+    """Steps for which groups with rare successes replace groups without a signal, by the ratio to the policy
+    that sampled them; 0: never."""
     max_success: Fraction = field(0.25, needs="max_age above 0")
-    """Largest share of a group's responses with its highest reward by which they are rare."""
+    """Largest share of a group's responses with its highest reward that counts as rare."""
     share: MinorShare = field(0.75, needs="max_age above 0")
-    """Largest share of a step's groups that are replayed. With filter_groups.refill as many fewer prompts are sampled."""
+    """Largest replayed share of a step's groups. With filter_groups.refill fewer prompts are sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class RejectionConfig:
     min_reward: Factor = 1.0
-    """data.responses=initial_policy: train on responses with at least this reward. Pairs are the best and the worst of each group."""
+    """Least reward of a response to train on. Pairs are the best and the worst of each group."""
     max_per_prompt: Count | None = None
-    """Most responses to one prompt that are kept, those sampled first; null: all."""
+    """Most responses to a prompt that are kept, the first sampled; null: all."""
     deduplicate: bool = True
     """Keep each response to a prompt once."""
 
@@ -77,27 +78,27 @@ class RejectionConfig:
 @dataclass(frozen=True, slots=True)
 class AlgorithmConfig:
     adv_estimator: str = field("grpo", part="rewards")
-    """Registered advantage estimator, or your own as file.py:function; docs/algorithms.md has all of them."""
+    """Registered advantage estimator, or your own file.py:function; docs/algorithms.md."""
     norm_adv_by_std_in_grpo: bool = field(True, part="rewards")
-    """Divide by the group's standard deviation; false: adv_options.std=none (with grpo: Dr. GRPO's advantages)."""
+    """Divide by the group's standard deviation; false: adv_options.std=none (Dr. GRPO's advantages)."""
     gamma: Fraction | None = field(None, part="rewards")
-    """Discount of rewards from token to token, or from step to step, for estimators that discount; null: the estimator's own default, 1 for all of ours."""
+    """Discount of rewards from token to token, or step to step; null: the estimator's default, 1 for ours."""
     lam: Fraction | None = field(None, part="rewards")
-    """Decay of GAE, for estimators that have it; null: the estimator's own default, 1."""
+    """Decay of GAE; null: the estimator's default, 1."""
     adv_options: dict[str, Any] = field(dict, part="rewards")
-    """Further options of the estimator, e.g. {std: batch}; their defaults are in docs/algorithms.md."""
+    """Further options of the estimator, e.g. {std: batch}; docs/algorithms.md has defaults."""
     reward_parts: list[str] = field(list, part="rewards")
-    """Parts of the reward that adv_estimator=gdpo reads, by the keys of what a reward function returns; empty: each function's score."""
+    """Parts of the reward for adv_estimator=gdpo, as named by reward functions; empty: each one's score."""
     use_kl_in_reward: bool = field(False, part="rewards")
-    """Subtract the KL to the reference from the reward (instead of use_kl_loss)."""
+    """Subtract the KL to the reference from the reward, instead of use_kl_loss."""
     kl_penalty: str = field("kl", part="rewards", needs="use_kl_in_reward=true")
-    """Estimator of the KL penalty: kl or k1, abs, mse or k2, low_var_kl or k3, or your own as file.py:function."""
+    """Estimator of the penalty: kl or k1, abs, mse or k2, low_var_kl or k3, or your own file.py:function."""
     kl_penalty_options: dict[str, Any] = field(dict, part="rewards", needs="use_kl_in_reward=true")
-    """Options of an estimator of your own."""
+    """Options of your own estimator."""
     kl_ctrl: KlControlConfig = field(KlControlConfig, part="rewards")
     rollout_correction: RolloutCorrectionConfig = field(RolloutCorrectionConfig, part="advantages")
     mask_truncated: bool = field(False, part="advantages")
-    """Do not train responses that were cut off at max_response_length; they still count in their group's mean."""
+    """Do not train responses cut off at max_response_length; they still count in their group's mean."""
     filter_groups: FilterGroupsConfig = field(FilterGroupsConfig, part="policy", needs="filter_groups.enable=true")
     replay: ReplayConfig = field(ReplayConfig, part="policy")
     rejection: RejectionConfig = field(RejectionConfig, needs="data.responses=initial_policy")
@@ -106,38 +107,39 @@ class AlgorithmConfig:
 @dataclass(frozen=True, slots=True)
 class DistillationLossConfig:
     loss_mode: str = "k3"
-    """The distance to the teacher: an estimate by the sampled token (k1, k3, ...), or a divergence over the teacher's top k
-    (forward_kl, reverse_kl, jsd, verl's forward_kl_topk), or your own as file.py:function; docs/teachers.md has all of them."""
+    """Distance to the teacher: an estimate by the sampled token (k1, k3, ...), a divergence over the
+    teacher's top k (forward_kl, reverse_kl, jsd, verl's forward_kl_topk), or your own file.py:function;
+    docs/teachers.md."""
     topk: TopK = 32
-    """Divergences: the so many likeliest tokens of the teacher are compared, all others together as one; -1: the whole vocabulary."""
+    """Divergences: the teacher's so many likeliest tokens, all others as one; -1: the whole vocabulary."""
     jsd_beta: Fraction = field(0.5, needs="loss_mode=jsd")
-    """jsd: share of the teacher in the mixture; 0 is forward_kl, 1 is reverse_kl."""
+    """The teacher's share in the mixture; 0 is forward_kl, 1 is reverse_kl."""
     use_task_rewards: bool = True
-    """Train on the task beside the teacher: on rewards, or on the answers of rows; false: on the teacher alone."""
+    """Also train on the task, by rewards or the answers of rows; false: on the teacher alone."""
     distillation_loss_coef: Coefficient = 1.0
     """Weight of the teacher beside the task."""
     use_policy_gradient: bool = False
-    """The distance is a negative advantage of each token, with loss_mode=k1; false: it is a loss of its own, with any other."""
+    """Each token's distance is a negative advantage, with loss_mode=k1; false: a loss of its own."""
     discount: Fraction = field(0.0, needs="use_policy_gradient=true")
-    """use_policy_gradient: weight of a later token's distance in an earlier one's advantage, per token; 0: each token has its own."""
+    """Weight of a later token's distance in an earlier one's advantage, per token; 0: its own alone."""
     loss_max_clamp: Positive | None = None
-    """Distances are cut to +- this; null: not cut."""
+    """Bound of distances on both sides; null: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class DistillationConfig:
     enabled: bool = False
-    """Learn from teachers, which are frozen models or the policy itself with another prompt (docs/teachers.md)."""
+    """Learn from teachers: frozen models, or the policy itself with another prompt (docs/teachers.md)."""
     teacher_models: dict[str, Any] = field(dict)
-    """The teachers by name, each with model_path (null: the policy itself), key (the data_source that it teaches; null: any),
-    weight (share of the prompts, among teachers of the same key), context (text that only it reads), dtype, and ema_decay (of the policy
-    itself: teach with a moving average of its weights)."""
+    """Teachers by name, each with model_path (null: the policy itself), key (the data_source that it teaches;
+    null: any), weight (share of the prompts among teachers of a key), context (text that only it reads),
+    dtype, and ema_decay (of the policy itself: teach with a moving average of its weights)."""
     nnodes: NodesOrNone = 0
     """Nodes of the teachers' own pool; 0: they share the actor's devices."""
     n_gpus_per_node: Devices | None = field(None, needs="nnodes above 0")
     """Ranks per node of that pool; null: as trainer.n_gpus_per_node."""
     param_offload: bool = False
-    """GPU: keep the teachers' parameters in host memory while they are not asked."""
+    """GPU: keep the teachers' parameters in host memory while they are not used."""
     distillation_loss: DistillationLossConfig = field(DistillationLossConfig)
 
 
@@ -146,14 +148,14 @@ class TeacherConfig:
     """One entry of `distillation.teacher_models`."""
 
     model_path: str | None = None
-    """The folder of a model with the policy's tokenizer, or an embedded one; None: the policy as it is in each step."""
+    """A folder with the policy's tokenizer, or an embedded model; None: the policy of each step."""
     key: str | None = None
-    """The data_source that it teaches; None: all that no other teacher has as its key."""
+    """The data_source that it teaches; None: all without a teacher of their own."""
     weight: Positive = 1.0
-    """Share of the prompts, among teachers of the same key: each prompt draws one by a hash of its uid."""
+    """Share of the prompts among teachers of a key: a hash of a prompt's uid draws one."""
     context: str | None = None
-    """Text before the prompt, in its system message if it has messages, with {ground_truth} and {extra_info.NAME} of the row."""
+    """Text before the prompt, or in its system message, with {ground_truth} and {extra_info.NAME}."""
     dtype: Dtype = "auto"
-    """The number type its layers compute in."""
+    """Compute type of its layers."""
     ema_decay: OpenFraction | None = None
-    """Of the policy itself: the share of the average that each optimizer step keeps, as 0.99; None: its weights as they are."""
+    """Of the policy itself: share of the average that an optimizer step keeps, as 0.99."""

@@ -1,4 +1,4 @@
-"""The schema seen as a table: every key with the kind of value it takes and its default."""
+"""The schema as a table: every key with its kind of value and its default."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """The values that a key takes: a plain type with its range or choices, or a list of such."""
+    """A plain type with its range or choices, or a list of such."""
 
     base: type
     optional: bool = False
@@ -28,7 +28,7 @@ class Kind:
     item: Kind | None = None
 
     def describe(self) -> str:
-        """Return the rule in words: `a whole number >= 1, or null`."""
+        """`a whole number >= 1, or null`."""
         if self.choices:
             text = "one of " + ", ".join(self.choices)
         elif self.item is not None:
@@ -45,9 +45,9 @@ class Leaf:
     kind: Kind
     default: Any
     part: str
-    """The part of a run that reads it (`kinds.field`); empty if no rule is about it."""
+    """Part of a run that reads it (`kinds.field`); empty if no rule is about it."""
     needs: tuple[tuple[str, str], ...]
-    """Each need of the key and of the sections around it, after the section in which it is written."""
+    """Needs of the key and the sections around it, after the section that has them."""
     harmless: bool
 
 
@@ -72,21 +72,19 @@ def kind_of(annotation: Any) -> Kind:
 
 @cache
 def annotations_of(section: type) -> dict[str, Any]:
-    """Return the section's fields and their annotations, in the order in which they are written."""
     hints = get_type_hints(section, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(section)}
 
 
 @cache
 def leaves() -> dict[str, Leaf]:
-    """Return every key of the schema by its full dotted name."""
     return {leaf.key: leaf for leaf in _leaves(Config, Config(), "", "", (), False)}
 
 
 def _leaves(
     section: type, defaults: Any, prefix: str, part: str, needs: tuple[tuple[str, str], ...], harmless: bool
 ) -> Iterator[Leaf]:
-    """Yield the keys of a section, whose part, needs and harmlessness hold for those of its keys that say nothing else."""
+    """A section's part, needs and harmlessness hold for its keys by default."""
     annotations = annotations_of(section)
     for entry in dataclasses.fields(section):
         annotation, default, metadata = annotations[entry.name], getattr(defaults, entry.name), entry.metadata
@@ -102,7 +100,6 @@ def _leaves(
 
 @cache
 def sections() -> frozenset[str]:
-    """Return the dotted names of all groups of keys, e.g. `actor_rollout_ref.actor`."""
     names = set()
     for key in leaves():
         parts = key.split(".")[:-1]
@@ -111,7 +108,7 @@ def sections() -> frozenset[str]:
 
 
 def free_mapping(key: str) -> str | None:
-    """Return the key with a free mapping as its value that `key` lies in, e.g. `...override_config` for `...override_config.a`."""
+    """Return the free mapping that `key` lies in, e.g. `...override_config` for `...override_config.a`."""
     parts = key.split(".")
     for depth in range(1, len(parts)):
         leaf = leaves().get(".".join(parts[:depth]))
@@ -127,7 +124,7 @@ def value_of(config: Any, key: str) -> Any:
 
 
 def replaced(config: Any, values: Mapping[str, Any]) -> Any:
-    """Return a configuration, or a section of it, with the values of these dotted keys."""
+    """Return a configuration or section with the values of these dotted keys."""
     for key, value in values.items():
         head, _, rest = key.partition(".")
         config = dataclasses.replace(config, **{head: replaced(getattr(config, head), {rest: value}) if rest else value})
@@ -146,12 +143,12 @@ OTHER_NAMES = {
     "report_to": "trainer.logger",
     "save_steps": "trainer.save_freq",
 }
-"""Names that other trainers have for keys; they are suggested only."""
+"""Keys' names in other trainers, for suggestions."""
 
 
 @lru_cache(maxsize=1024)
 def nearest(key: str) -> tuple[str, ...]:
-    """Return the keys that may have been meant by `key`, the likeliest first: those of its own group before others."""
+    """Return keys that `key` may have meant, the likeliest first, those of its group before others."""
     key = key[:200]  # comparing is quadratic in the length
     group, _, last = key.rpartition(".")
     if last in OTHER_NAMES:
@@ -159,7 +156,7 @@ def nearest(key: str) -> tuple[str, ...]:
     names = {name.rpartition(".")[2] for name in leaves()}
     in_group = [name.rpartition(".")[2] for name in leaves() if name.rpartition(".")[0] == group]
     near_in_group = [f"{group}.{name}" for name in difflib.get_close_matches(last, in_group, n=3, cutoff=0.75)]
-    # A right name in the wrong group is as near as a misspelt name in the right one.
+    # A right name in the wrong group is as near as a misspelt one in the right group.
     meant = [last] if last in names else difflib.get_close_matches(last, names, n=3, cutoff=0.75)
     candidates = {name for name in leaves() if name.rpartition(".")[2] in meant}
     if last not in names:
@@ -169,14 +166,14 @@ def nearest(key: str) -> tuple[str, ...]:
 
 
 def siblings(key: str) -> list[str]:
-    """Return the names of all keys directly in the group that `key` would lie in; none if there is no such group."""
+    """Return the names directly in the group that `key` would lie in."""
     group = key.rpartition(".")[0]
     names = [name[len(group) + 1 :].split(".")[0] for name in leaves() if name.startswith(group + ".")]
     return list(dict.fromkeys(names))
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of a nested configuration by their dotted keys; free mappings are values."""
+    """Return a nested configuration by dotted keys; free mappings are values."""
     values: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
@@ -191,10 +188,7 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
 def changed(values: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return value and default of each key of a configuration (`flat`) that is not at its default, `${key}` in it filled in.
-
-    A key that the schema does not have counts if its value says something.
-    """
+    """Return value and default of keys that differ; `${key}` in defaults is filled in."""
     changes: dict[str, tuple[Any, Any]] = {}
     for key, value in values.items():
         default = leaves()[key].default if key in leaves() else None

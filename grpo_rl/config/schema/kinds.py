@@ -1,8 +1,5 @@
-"""Kinds of values: numbers with bounds and the reason for them, and names of which one is chosen.
-
-Each number has two bounds. They refuse what is a slip of the keyboard (`rollout.n=1e12`) or what the arithmetic cannot
-hold (`temperature=1e-320`) before anything starts; they lie far outside of what a run may need.
-"""
+"""Kinds of values: numbers with bounds and their reason, and choices. Bounds lie far outside of what runs
+need: they refuse slips (`rollout.n=1e12`) and what arithmetic cannot hold (`temperature=1e-320`)."""
 
 from __future__ import annotations
 
@@ -15,13 +12,14 @@ ON_GPUS, ON_CPUS = "trainer.device=cuda | it is for GPUs", "trainer.device=cpu |
 
 
 def field(default: Any, *, part: str = "", needs: str | Sequence[str] = (), harmless: bool = False) -> Any:
-    """Declare a key, or a section, with what a run has to have to read it: `config/effects.py` refuses or notes it otherwise.
+    """Declare a key or section with what a run must have to read it; `config/effects.py` refuses or notes it
+    otherwise.
 
-    A `default` that can be called makes the value. `part` is the part of a run that reads the key, which other keys share. Each of
-    `needs` is `CONDITION`, or `CONDITION | REASON` if the condition alone does not say why. A condition is `KEY=VALUE`, `KEY above 0`,
-    or `KEY`, which is set and neither false nor 0; with ` or ` between several, of which a VALUE alone is another one of the key
-    before. A KEY is looked up in the section itself, then in those around it; in a reason it is written `{KEY}`. People set
-    `harmless` keys by habit, and these change speed, memory, processes or logs only.
+    A callable `default` makes the value. `part`: the part of a run that reads the key. Each of `needs` is
+    `CONDITION`, or `CONDITION | REASON`, with keys in it as `{KEY}`. A condition is `KEY=VALUE`, `KEY above
+    0`, or `KEY` (set, neither false nor 0); ` or ` joins several, of which a lone VALUE belongs to the key
+    before. KEYs are looked up in the section, then in those around it. `harmless` keys, set by habit, change
+    speed, memory, processes or logs only.
     """
     needed = (needs,) if isinstance(needs, str) else tuple(needs)
     metadata = {"part": part, "needs": needed, "harmless": harmless}
@@ -32,19 +30,19 @@ def field(default: Any, *, part: str = "", needs: str | Sequence[str] = (), harm
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Bounds of a number, used as `Annotated[float, Range(gt=0, le=1, reason=...)]`. NaN is never inside."""
+    """Bounds of a number, as `Annotated[float, Range(gt=0, le=1, reason=...)]`. NaN is never inside."""
 
     ge: float | None = None
     gt: float | None = None
     le: float | None = None
     lt: float | None = None
     zero: bool = False
-    """0 is allowed too, though it lies below the lower bound."""
+    """0 is allowed below the lower bound."""
     reason: str = ""
-    """The reason for the bounds, or for having none: part of the message of a refusal."""
+    """Part of the refusal."""
 
     def describe(self) -> str:
-        """Return the bounds as `>= 1 and < 2`, empty if there are none."""
+        """`>= 1 and < 2`."""
         bounds = ((self.ge, ">="), (self.gt, ">"), (self.le, "<="), (self.lt, "<"))
         parts = [
             f"{sign} {bound if isinstance(bound, int) else format(bound, 'g')}" for bound, sign in bounds if bound is not None
@@ -52,7 +50,6 @@ class Range:
         return ("0, or " if self.zero else "") + " and ".join(parts)
 
     def problem(self, number: float) -> str | None:
-        """Return what is wrong with a number outside of the bounds; None for one inside."""
         inside = (
             (self.ge is None or number >= self.ge)
             and (self.gt is None or number > self.gt)
@@ -68,7 +65,6 @@ _A_COUNT = "counts of steps, rows and tries stay below 10^12"
 Count = Annotated[int, Range(ge=1, le=10**12, reason=_A_COUNT)]
 CountOrZero = Annotated[int, Range(ge=0, le=10**12, reason=_A_COUNT)]
 CountOrOff = Annotated[int, Range(ge=-1, le=10**12, reason=_A_COUNT)]
-"""A count, or -1, which switches it off, as in verl."""
 
 Seed = Annotated[int, Range(ge=0, le=2**63 - 1, reason="torch, numpy and files hold a seed in 64 bits")]
 Prompts = Annotated[int, Range(ge=1, le=2**20, reason="all prompts of a step are held at once")]
@@ -100,7 +96,6 @@ Tries = Annotated[int, Range(ge=0, le=10**4, reason="the waits between tries dou
 _A_FACTOR = "beyond, float32 loses the smaller terms of the sum"
 Positive = Annotated[float, Range(ge=1e-12, le=1e12, reason=_A_FACTOR)]
 Factor = Annotated[float, Range(ge=-1e9, le=1e9, reason=_A_FACTOR)]
-"""Weights and scores of either sign."""
 Beta = Annotated[float, Range(ge=1e-6, le=1e4, reason="0 learns nothing, below it the worse answer is preferred")]
 WrongShare = Annotated[float, Range(ge=0, lt=0.5, reason="a share of wrong labels; at a half no answer is preferred")]
 Coefficient = Annotated[float, Range(ge=1e-12, le=1e6, zero=True, reason=_A_FACTOR)]
@@ -120,7 +115,7 @@ WeightDecay = Annotated[
 ]
 GradientNorm = Annotated[float, Range(ge=1e-9, le=1e12, reason="a smaller norm stops training; 1e12 never clips")]
 Nats = Annotated[float, Range(ge=1e-9, le=100, reason="the entropy over any vocabulary is below 20 nats")]
-# vLLM raises a temperature between 0 and 0.01 to 0.01 (vllm/sampling_params.py), and the trainer would not.
+# vLLM raises a temperature between 0 and 0.01 to 0.01 (vllm/sampling_params.py), unlike the trainer.
 _TEMPERATURE = "engines raise smaller temperatures to 0.01; above 100 all tokens are alike"
 Temperature = Annotated[float, Range(ge=0.01, le=100, reason=_TEMPERATURE)]
 TemperatureOrGreedy = Annotated[float, Range(ge=0.01, le=100, zero=True, reason=_TEMPERATURE)]
@@ -157,4 +152,4 @@ Illness = Literal[
     "ratio_out_of_range", "entropy_collapse", "format_without_answer", "length_without_reward", "repetition",
     "groups_too_hard", "groups_too_easy", "few_groups_with_signal",
 ]  # fmt: skip
-"""The illnesses that the doctor (`telemetry/diagnosis`) may find, causes before what they bring about."""
+"""What the doctor (`telemetry/diagnosis`) may find, causes before consequences."""

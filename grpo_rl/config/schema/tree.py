@@ -1,8 +1,7 @@
-"""Every option of the program: key, type, range, default, meaning. The only place where any of them is defined.
+"""Every option: key, type, range, default, meaning; no option is defined elsewhere, or without a reader.
 
-Keys and meanings are verl's wherever verl has one that is right. `conf/base` is generated
-from these files; `compose.py` builds these frozen classes from what was composed, `checks/` has the
-rules between keys. A key that nothing reads does not exist. All classes and kinds are names of this module.
+Keys and meanings are verl's wherever verl has one that is right. `conf/base` is generated from these files.
+All classes and kinds are names of this module.
 """
 
 # ruff: noqa: F403, F405, RUF009
@@ -21,8 +20,6 @@ from grpo_rl.config.schema.trainer import *
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The whole configuration, checked; what every part of the program receives."""
-
     data: DataConfig = field(DataConfig)
     actor_rollout_ref: ActorRolloutRefConfig = field(ActorRolloutRefConfig)
     critic: CriticConfig = field(CriticConfig, part="critic")
