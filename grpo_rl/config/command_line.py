@@ -63,10 +63,6 @@ class Command:
             words += [f"--{name}", getattr(options, name)] if getattr(options, name) else []
         return [*words, "--resolve"] if options.resolve else words
 
-    @property
-    def words(self) -> list[str]:
-        return self.line.words
-
 
 def read(argv: Sequence[str]) -> Command:
     """Read a command line; wrong settings go to `line.problems`. Raises ConfigError for wrong options."""

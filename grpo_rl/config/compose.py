@@ -107,7 +107,7 @@ def launch(command: Command, argv: Sequence[str], work: Callable[[Composed], T])
 def print_asked(command: Command) -> int:
     """Let Hydra print what the options ask for. Raises ConfigError for problems of words and files."""
     with hydra_files.reading(command.folders, command.config_name) as reading:
-        words = command.words
+        words = command.line.words
         if command.options.shell_completion:
             words = list(command.rest)
         elif problems := [*command.line.problems, *_hydras(command)[0], *reading.problems]:
@@ -127,7 +127,7 @@ def main_of_hydra(
 ) -> None:
     start = hydra.main(version_base=VERSION_BASE, config_path=str(command.folders[0]), config_name=command.config_name)
     argv, environment = sys.argv, os.environ.get(_RAISE)
-    sys.argv, os.environ[_RAISE] = [argv[0], *options, *(command.words if words is None else words)], "1"
+    sys.argv, os.environ[_RAISE] = [argv[0], *options, *(command.line.words if words is None else words)], "1"
     try:
         with _no_outer_hydra():
             start(task)()
@@ -155,7 +155,7 @@ def _checked_at_once(command: Command, reading: Reading, argv: Sequence[str]) ->
 def _hydras(command: Command) -> tuple[list[str], DictConfig]:
     with _LOCK, _no_outer_hydra(), initialize_config_dir(str(command.folders[0]), version_base=VERSION_BASE):
         try:
-            return [], hydra.compose(command.config_name, command.words)
+            return [], hydra.compose(command.config_name, command.line.words)
         except _HYDRAS_ERRORS as error:
             return [_one_line(error.__cause__ or error)], OmegaConf.create({})
 
@@ -199,7 +199,9 @@ def checked(
         resolved=_shareable(config, raw, safe),
         recipe=line.choice_of.get("recipe"),
         recipe_is_default=command.recipe_is_default,
-        overrides=tuple(_hide_secret(word) for word in argv),
+        overrides=tuple(
+            f"{word.partition('=')[0]}={secrets.HIDDEN}" if is_secret(word) else secrets.redact(word) for word in argv
+        ),
         notes=tuple(secrets.redact(note) for note in dict.fromkeys(notes)),
     )
 
@@ -302,10 +304,6 @@ def _escaped(value: Any) -> Any:
     if isinstance(value, str):
         return _BEGIN.sub(lambda match: f"{match[1] * 2}\\${{", secrets.redact(value))
     return [_escaped(entry) for entry in value] if isinstance(value, list) else value
-
-
-def _hide_secret(word: str) -> str:
-    return f"{word.partition('=')[0]}={secrets.HIDDEN}" if is_secret(word) else secrets.redact(word)
 
 
 def _own_code_in_recipe(config: Config, line: Line) -> Iterator[str]:

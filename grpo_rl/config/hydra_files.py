@@ -120,8 +120,6 @@ class _Folder(ConfigSource):
 
 
 class _Recipes(ConfigSource):
-    """The group `recipe`: the package's recipes by name, user files by path."""
-
     @staticmethod
     def scheme() -> str:
         return "recipes"

@@ -32,8 +32,6 @@ RowKind = Literal["answers", "pairs", "labelled answers", "rated steps"]  # rows
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """Devices that are reserved together: GPUs, or places for processes on a CPU."""
-
     name: str
     nnodes: int
     devices_per_node: int
@@ -54,8 +52,6 @@ class RolePlan:
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """The model passes over a step's rollouts, and how a rank cuts each into micro-batches."""
-
     old_logprobs: OldLogprobs
     old_readers: tuple[str, ...]  # readers of old log-probs beside the ratio, in words of the plan's page
     update: MicroBatchRule
@@ -100,8 +96,6 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class RewardPlan:
-    """The reward beside a reward model, which is a role."""
-
     scores: bool
     rules: bool  # reward functions run, in own processes
     judge: bool  # a language model at an endpoint judges responses

@@ -108,8 +108,6 @@ _NAME = re.compile(r"(?:(?P<nodes>\d{1,5})x)?(?P<gpus>\d{1,4})x(?P<device>[A-Za-
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU with the machine that it usually sits in."""
-
     source: str
     memory_gib: float  # that a program finds: ECC and the driver take some
     tflops: float  # dense bfloat16 products with float32 sums, 10^12 operations a second

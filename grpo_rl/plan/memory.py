@@ -47,8 +47,6 @@ _MODEL_ROLES: tuple[RoleName, ...] = tuple(name for name in get_args(RoleName) i
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One micro-batch of one rank, and what lies on the rank's GPU beside it."""
-
     ranks: int  # that hold one copy of the model together
     tokens: int  # through the body
     trained: int  # tokens through the LM head

@@ -212,8 +212,6 @@ STALENESS = (1, 2, 4)
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """A schedule on a machine's GPUs, divided for its shortest step."""
-
     schedule: str
     changes: dict[str, Any]
     plan: Plan

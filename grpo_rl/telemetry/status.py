@@ -24,8 +24,6 @@ MOST_TIME = 10**11  # Unix seconds that a date can have
 
 
 class Status:
-    """A JSON object, replaced as a whole."""
-
     def __init__(self, path: Path | None = None, fields: Mapping[str, Any] = MappingProxyType({})) -> None:
         """`fields`: those of an ended process."""
         self.path = path

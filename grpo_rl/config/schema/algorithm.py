@@ -145,8 +145,6 @@ class DistillationConfig:
 
 @dataclass(frozen=True, slots=True)
 class TeacherConfig:
-    """One entry of `distillation.teacher_models`."""
-
     model_path: str | None = None
     """A folder with the policy's tokenizer, or an embedded model; None: the policy of each step."""
     key: str | None = None

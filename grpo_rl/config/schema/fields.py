@@ -19,8 +19,6 @@ _NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A plain type with its range or choices, or a list of such."""
-
     base: type
     optional: bool = False
     range: Range | None = None

@@ -19,8 +19,6 @@ FEWEST_STEPS = 5  # with fewer steps finding nothing says nothing: most rules ne
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Findings, the most important first."""
-
     findings: tuple[Finding, ...]
     num_steps: int
 

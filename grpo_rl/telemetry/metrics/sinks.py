@@ -101,8 +101,6 @@ class Sinks:
 
 
 class Tracker:
-    """A connection to a tracking service, which may leave out what the service has nothing for."""
-
     place = ""  # the run's address, or the command that sends it there
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -230,8 +228,6 @@ class _Wandb(Tracker):
 
 
 class _Mlflow(Tracker):
-    """An MLflow run on the server of MLFLOW_TRACKING_URI."""
-
     def __init__(self, run_dir: RunDir, trainer: TrainerConfig, config: Mapping[str, Any]) -> None:
         self._client = client = importlib.import_module("mlflow").MlflowClient()
         self._metric = importlib.import_module("mlflow.entities").Metric
