@@ -1,5 +1,4 @@
-"""`grpo-rl chat RUN[@step]`: talk to a policy in the terminal, or from a pipe, of which each line is a
-turn."""
+"""`grpo-rl chat RUN[@step]`: talk to a policy in the terminal, or line by line from a pipe."""
 
 from __future__ import annotations
 
@@ -140,8 +139,7 @@ def _lines() -> Iterator[str]:
 
 
 def _note(text: str) -> None:
-    """Print to the error stream if a script asks through a pipe: it finds answers alone on the standard
-    output."""
+    """From a pipe to the error stream: a script finds answers alone on the standard output."""
     say(text, sys.stdout if sys.stdin.isatty() else sys.stderr)
 
 

@@ -1,8 +1,5 @@
-"""`grpo-rl generate MODEL|RUN[@step] --data FILE --output FILE`: scored responses as rows.
-
-Answered prompts are kept in `FILE.work/`, so that the same command goes on, until the file is written at the
-end.
-"""
+"""`grpo-rl generate MODEL|RUN[@step] --data FILE --output FILE`: scored responses as rows. Answered prompts
+are kept in `FILE.work/`, so that the same command goes on, until the file is written at the end."""
 
 from __future__ import annotations
 

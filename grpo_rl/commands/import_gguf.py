@@ -124,11 +124,9 @@ def read_header(path: Path) -> GgufFile:
 
 
 def import_gguf(file: GgufFile, folder: Path, dtype: str) -> Path:
-    """Write the Hugging Face folder whole, and return it.
-
-    Raises ConfigError for an existing folder, a family that transformers does not read from GGUF, weights
-    that do not make up the model, and too little memory or disk.
-    """
+    """Write the Hugging Face folder whole, and return it. Raises ConfigError for an existing folder, a family
+    that transformers does not read from GGUF, weights that do not make up the model, and too little memory or
+    disk."""
     width = 4 if dtype == "float32" else 2
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder}: is there already; give a new folder")

@@ -1,9 +1,6 @@
-"""What the commands that sample share: options, plan, and answers to prompts that have none yet.
-
-The plan is that of a run that only validates (`trainer.val_only=true`), of settings of a run, options and
-`key=value` words, later ones first. Of a run's configuration only what bears on sampling and scoring is
-taken.
-"""
+"""What the commands that sample share: options, plan, and answers to prompts that have none yet. The plan is
+that of a run that only validates (`trainer.val_only=true`), of settings of a run, options and `key=value`
+words, later ones first. Of a run's configuration only what bears on sampling and scoring is taken."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""The job file of a run for Slurm: `scripts/submit.sh --slurm WORDS > job.sh`, then `sbatch job.sh`.
-
-The job starts a Ray cluster on its nodes, and the controller on the first. Before its time is over, or when
-it is preempted, the run saves and ends with code 75; the job is requeued and goes on.
-"""
+"""The job file of a run for Slurm: `scripts/submit.sh --slurm WORDS > job.sh`, then `sbatch job.sh`. The job
+starts a Ray cluster on its nodes, and the controller on the first. Before its time is over, or when it is
+preempted, the run saves and ends with code 75; the job is requeued and goes on."""
 
 from __future__ import annotations
 

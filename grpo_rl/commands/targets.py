@@ -1,9 +1,6 @@
 """The model or run that a command names: `RUN`, `RUN@step`, a Hugging Face folder, `builtin:NAME`, or a hub
-model.
-
-A checkpoint is exported once, to `RUN/exports/step_N`. Of a run that somebody else sent no code is run and no
-address is reached before the user allows it.
-"""
+model. A checkpoint is exported once, to `RUN/exports/step_N`. Of a run that somebody else sent no code is run
+and no address is reached before the user allows it."""
 
 from __future__ import annotations
 
@@ -71,11 +68,8 @@ def find_target(text: str, *, trusted: bool = False) -> Target:
 
 
 def model_folder(target: Target, console: Console, *, trusted: bool = False) -> str:
-    """Return a target's folder or name, exporting its checkpoint if need be.
-
-    Raises ConfigError before anything is read of a run that is not `trusted` whose model brings code or
-    links.
-    """
+    """Return a target's folder or name, exporting its checkpoint if need be. Raises ConfigError before
+    anything is read of a run that is not `trusted` whose model brings code or links."""
     if target.model:
         return target.model
     assert target.run is not None and target.step is not None
@@ -165,8 +159,7 @@ def refuse_settings(run: Path, settings: Mapping[str, Any]) -> None:
 
 
 def refuse_model(run: Path, model: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a run's initial model brings code, or links lead out of it or of the
-    checkpoints."""
+    """Raise ConfigError if a run's first model brings code, or it or the checkpoints link to elsewhere."""
     own_code = model.get("trust_remote_code")
     _refuse([f"actor_rollout_ref.model.trust_remote_code={own_code!r}"] if own_code else [], f"stands in {run / 'config.yaml'}")
     folders = [os.path.expanduser(str(model.get(key))) for key in ("path", "tokenizer_path")]

@@ -1,8 +1,5 @@
 """`grpo-rl watch RUN`: a running run from another terminal, by status.json and logs/console.log; it only
-reads.
-
-The command ends when the run does, with its exit code.
-"""
+reads. The command ends when the run does, with its exit code."""
 
 from __future__ import annotations
 

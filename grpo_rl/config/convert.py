@@ -1,5 +1,4 @@
-"""Conversion of a composed mapping to the frozen Config, or to a list of all its problems: OmegaConf takes
-any value for any key."""
+"""Conversion of a composed mapping, which may hold any values, to the frozen Config or its problems."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ class _Wrong(Exception):
 
 
 def convert_or_explain(raw: Mapping[str, Any]) -> tuple[Config, list[str]]:
-    """Return the Config that `raw` describes and a line for each problem; keys that are missing or wrong have
-    their defaults."""
+    """Return the Config and a line for each problem; missing and wrong keys have their defaults."""
     problems: list[str] = []
     config: Config = section(Config, raw, "", problems)
     return config, problems
@@ -49,8 +47,7 @@ def unknown_key(key: str, where: str = "") -> str:
 
 
 def section(kind: type, raw: Any, prefix: str, problems: list[str]) -> Any:
-    """Build the dataclass `kind` from `raw`; a field with a problem keeps its default. `prefix` is its key
-    and a dot."""
+    """Build the dataclass `kind`; wrong fields keep their defaults. `prefix`: its key and a dot."""
     if not isinstance(raw, Mapping):
         example = next((key for key in leaves() if key.startswith(prefix)), "its keys")
         problems.append(f"{prefix[:-1]}={show(raw)}: is a group of keys, not a value. Set {example}=...")

@@ -1,9 +1,6 @@
-"""The keys that name a function of the algorithm and those that set its options.
-
-Each kind has a mapping of options (`algorithm.adv_options={std: batch}`); verl's fixed keys, such as
-`clip_ratio_c`, set options too. A fixed key whose option the function lacks is refused, unless it has verl's
-default, which people paste.
-"""
+"""The keys that name a function of the algorithm and those that set its options. Each kind has a mapping of
+options (`algorithm.adv_options={std: batch}`); verl's fixed keys, such as `clip_ratio_c`, set options too. A
+fixed key whose option the function lacks is refused, unless it has verl's default, which people paste."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""The files that Hydra composes: conf/, recipes and user files, read by the same rules.
-
-A file holds keys of the schema or of verl's; its relative paths start at its folder. Problems are collected,
-to be told at once.
-"""
+"""The files that Hydra composes: conf/, recipes and user files, read by the same rules. A file holds keys of
+the schema or of verl's; its relative paths start at its folder. Problems are collected, to be told at
+once."""
 
 from __future__ import annotations
 

@@ -93,8 +93,7 @@ def read(path: Path, name: str) -> YamlFile:
 
 
 class _Loader(yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader):  # type: ignore[misc]
-    """YAML as OmegaConf reads it (`1e-5` is a number, dates are text, no duplicate keys), by libyaml: 10
-    times faster."""
+    """YAML as OmegaConf reads it (`1e-5` is a number, dates are text, no duplicate keys), by libyaml."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         names = set[str]()

@@ -1,7 +1,5 @@
-"""Relative paths start at a recipe file's folder, or the current one for the command line's.
-
-Those of the package's recipes (`data/gsm8k/train.parquet`) are not changed: a user puts files there.
-"""
+"""Relative paths start at a recipe file's folder, or the current one for the command line's. Those of the
+package's recipes (`data/gsm8k/train.parquet`) are not changed: a user puts files there."""
 
 from __future__ import annotations
 

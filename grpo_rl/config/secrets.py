@@ -49,8 +49,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def remember(values: Iterable[object]) -> None:
-    """Hide these values, and all inside of lists and mappings, from now on, also as JSON and YAML escape
-    them."""
+    """Hide these values, and all inside of them, from now on, also as JSON and YAML escape them."""
     for value in values:
         if isinstance(value, Mapping):
             remember(value.values())
@@ -145,10 +144,8 @@ class HiddenLines:
 
 
 def scrub(files: Iterable[Path]) -> list[Path]:
-    """Rewrite files that hold secrets, to which no process writes any more, and return them.
-
-    Only this finds what libraries and children of workers print past Python's streams.
-    """
+    """Rewrite files that hold secrets, to which no process writes any more, and return them. Only this finds
+    what libraries and children of workers print past Python's streams."""
     scrubbed = []
     for file in files:
         with contextlib.suppress(OSError):

@@ -236,8 +236,7 @@ def _options(config: Config, choice: Choice) -> dict[str, Any]:
 
 
 def _factors(config: Config) -> dict[str, float]:
-    """Return the factor of each part of the reward; one part if it has a problem, which is reported
-    elsewhere."""
+    """Return the factor of each part of the reward; one part if it has a problem, reported elsewhere."""
     try:
         return factors_of(config)
     except ConfigError:
@@ -328,8 +327,7 @@ def _of_teachers(config: Config) -> Iterator[str]:
 
 
 def first_other_token(config: Config, path: str) -> str | None:
-    """Return how a folder's tokenizer first differs from the policy's; None if not, or a folder is
-    elsewhere."""
+    """Return a folder's first token that is not the policy's; None if equal, or the folder is elsewhere."""
     vocabularies = []
     for folder in (config.actor_rollout_ref.model.tokenizer_path or config.actor_rollout_ref.model.path, path):
         if folder.startswith(builtin.PREFIX):

@@ -112,8 +112,7 @@ class Lengths:
 
 @cache
 def _location(mean: float, spread: float, longest: int) -> float:
-    """Return the mean of the logarithm, by bisection: the mean length is the integral of the survival
-    function."""
+    """Return the mean of the logarithm; the mean length is the integral of the survival function."""
     tokens_K = np.linspace(0, longest, 1025)
     low, high = 0.0, math.log(longest) + 6 * spread
     for _ in range(50):
@@ -158,11 +157,9 @@ class Replica:
     request_s: float = 0.0  # the engine's Python, per request
 
     def step_s(self, sequences: np.ndarray | float, context: np.ndarray | float) -> np.ndarray:
-        """Return the seconds of a decoding step of so many sequences that hold `context` tokens together.
-
-        It reads the weights (of experts the chosen ones) and all keys and values, and computes two operations
-        per weight and sequence; the longer counts (the roofline of Pope et al. 2022, arXiv 2211.05102).
-        """
+        """Return the seconds of a decoding step of so many sequences that hold `context` tokens together. It
+        reads the weights (of experts the chosen ones) and all keys and values, and computes two operations
+        per weight and sequence; the longer counts (the roofline of Pope et al. 2022, arXiv 2211.05102)."""
         read = np.minimum(self.size.num_params, self.size.active_params * np.asarray(sequences)) * self.width
         cache_read = np.asarray(context) * self.size.kv_bytes_per_token(self.width)
         computing = 2 * self.size.active_params * np.asarray(sequences) / self.flops
@@ -178,11 +175,9 @@ class Replica:
         return 2 * self.size.active_params * tokens / self.flops
 
     def batch_s(self, lengths: Lengths, requests: float) -> tuple[float, float]:
-        """Return the seconds until a batch's last response, and how full the slots are meanwhile.
-
-        `begun[k]` responses begin in interval k, as slots are free and requests wait; the share longer than
-        their age is there.
-        """
+        """Return the seconds until a batch's last response, and how full the slots are meanwhile. `begun[k]`
+        responses begin in interval k, as slots are free and requests wait; the share longer than their age is
+        there."""
         slots = min(self.slots, requests)
         # A long queue keeps the slots full: only its last rounds are followed.
         followed = min(requests, 8 * slots)
@@ -215,10 +210,7 @@ class Replica:
 
     def steady_s(self, lengths: Lengths, requests: float, in_flight: float, *, reads_again: bool) -> tuple[float, float]:
         """Return the seconds per batch of a replica that always has requests of several, and how full its
-        slots are.
-
-        After new weights it reads unfinished requests again, each prompt once for its group.
-        """
+        slots are. After new weights it reads unfinished requests again, each prompt once for its group."""
         busy = min(self.slots, in_flight)
         seconds = requests * (lengths.mean / busy * self.pace_s(lengths, busy) + self.request_s)
         reread = busy * lengths.age + busy / self.group * self.prompt if reads_again else 0.0
@@ -241,10 +233,8 @@ class StepTime:
 
 
 def step_time(plan: Plan, size: ModelSize | None, fitted: Fitted | None = None) -> StepTime | None:
-    """Return the estimate for a named machine, or for this one as it was measured (`fitted`).
-
-    None for any other machine, a model of unknown size, and if nothing samples.
-    """
+    """Return the estimate for a named machine, or for this one as it was measured (`fitted`). None for any
+    other machine, a model of unknown size, and if nothing samples."""
     if size is None or plan.engine is None or plan.role("actor") is None:
         return None
     if fitted is not None:
@@ -384,9 +374,7 @@ def _training(plan: Plan, size: ModelSize, device: Device, tokens: float, length
 
 def token_s(size: ModelSize, device: Device, context: float) -> float:
     """Return the seconds of a token's forward pass: products, attention, and then what its kernels move.
-
-    `context`: mean tokens of a token's sequence.
-    """
+    `context`: mean tokens of a token's sequence."""
     peak = device.tflops * 1e12
     # Products of experts take twice as long: each has few rows.
     inner = size.expert_intermediate * size.experts_per_token
@@ -401,8 +389,7 @@ def token_s(size: ModelSize, device: Device, context: float) -> float:
 
 
 def _copies(plan: Plan, size: ModelSize, device: Device) -> float:
-    """Return the seconds in which weights and moments go to host memory and back, once per phase that reads
-    them."""
+    """Return the seconds of moving weights and moments to host memory and back, per phase that reads them."""
     fsdp = plan.config.actor_rollout_ref.actor.fsdp_config
     passes = 1 + plan.recomputes_old_logprobs
     moved = 8 * fsdp.param_offload * passes + 16 * fsdp.optimizer_offload

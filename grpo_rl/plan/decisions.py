@@ -131,8 +131,7 @@ class Plan:
     rows: RowKind | None  # None if what is trained on is sampled
     critic_model: str | None  # folder of the critic's model; None for a copy of the actor's
     base_reference: str | None = None
-    """The purpose of a reference that is the base model under the actor's adapters, computed by the actor's
-    ranks; else None."""
+    """Purpose of a reference that is the actor's base model under adapters, in the actor's ranks."""
     teachers: tuple[tuple[str, TeacherConfig], ...] = ()
     """Teachers by name; those with an own model are in the ranks of the role `teacher`."""
     resumes: bool = False  # the run starts with the weights of a checkpoint
@@ -230,10 +229,7 @@ class Plan:
 
 def decide(config: Config, machine: Machine, *, num_train_rows: int | None = None, resumes: bool = False) -> Plan:
     """Return the plan without its page and memory estimate, of the configuration with what the schedule
-    fixes.
-
-    `resumes`: a checkpoint of the run exists. Raises ConfigError for unregistered names.
-    """
+    fixes. `resumes`: a checkpoint of the run exists. Raises ConfigError for unregistered names."""
     collection = None
     if derived.collects(config):
         collection = decide(derived.collection(config), machine)

@@ -91,8 +91,7 @@ def of_prompts(plan: Plan, prompts: Sequence[Prompt], tokenizer: Any) -> Iterato
 
 
 def of_memory(plan: Plan) -> Iterator[str]:
-    """Yield a warning if all processes on CPUs need more memory than is free; GPUs have a table in the
-    plan."""
+    """Yield a warning if all processes on CPUs need more than is free; the plan has a table for GPUs."""
     needed, has = host_bytes(plan), machine_memory()
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE  # counted in what is needed
     if needed > (free := min(has.total, has.free + resident)):

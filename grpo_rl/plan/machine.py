@@ -1,7 +1,5 @@
 """The machine of a run, this one or one by name, such as `8xH100-80GB`; and what no run may ask of it.
-
-Figures of named machines are those of public data sheets, without sparsity, rates in one direction.
-"""
+Figures of named machines are those of public data sheets, without sparsity, rates in one direction."""
 
 from __future__ import annotations
 
@@ -24,8 +22,7 @@ RANKS_PER_CORE = 8  # of one role on a CPU; more only wait in collectives
 
 
 def probe_machine(config: Config) -> Machine:
-    """Return this machine, or that of `trainer.machine`. Imports torch only if there may be a GPU. Raises
-    ConfigError for an unknown name."""
+    """Imports torch only if there may be a GPU. Raises ConfigError for an unknown name."""
     trainer, device_key, ray = config.trainer, config.trainer.device, config.ray_kwargs.ray_init
     if trainer.machine is not None:
         machine = named(trainer.machine)

@@ -44,11 +44,8 @@ INDEXED_WHOLE = 256 * 2**20  # bytes up to which a .jsonl file's lines are count
 
 def make_plan(composed: Composed, machine: Machine | None = None, *, looks_at_data: bool = True) -> Plan:
     """Return the plan of a run on `machine`, by default this one. Without `looks_at_data` nothing reads the
-    data files.
-
-    Raises ConfigError with all that is wrong between keys and with functions that they name, and DataError
-    for data files of which the first rows are unusable.
-    """
+    data files. Raises ConfigError with all that is wrong between keys and with functions that they name, and
+    DataError for data files of which the first rows are unusable."""
     config = composed.config
     machine = machine or machines.probe_machine(config)
     if problems := refusals(config, machine):
@@ -98,8 +95,7 @@ def _failures(checks: Checks) -> Iterator[str]:
 
 
 def _functions(config: Config) -> Checks:
-    """Yield look-ups of all that is named: functions with options, tasks, and what judge and episodes
-    need."""
+    """Yield look-ups of functions with options, tasks, and what judge and episodes need."""
     yield from algorithm.checks(config)
     yield "actor_rollout_ref.rollout.name: ", lambda: ENGINES.get(config.actor_rollout_ref.rollout.name)
     yield "trainer.schedule: ", lambda: schedule_of(config)

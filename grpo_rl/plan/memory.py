@@ -36,8 +36,7 @@ BESIDE_WORKERS, WORKER, VLLM_WORKER = 830 * 2**20, 180 * 2**20, 550 * 2**20
 """Bytes of processes on a CPU beside tensors, anonymous and shared PSS in a run of arithmetic/grpo:
 controller (383 MiB), Ray (304) and what workers are copies of (139); a worker; one with vLLM."""
 BETWEEN_BLOCKS = 1.25
-"""CPU: memory of a process over its tensors: what glibc keeps between live blocks. Measured with 135 M
-parameters."""
+"""CPU: process memory over tensors: glibc keeps gaps between live blocks. Measured with 135 M parameters."""
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MODEL_ROLES: tuple[RoleName, ...] = tuple(name for name in get_args(RoleName) if name != "rollout")
 
@@ -69,8 +68,7 @@ class Load:
 
 
 def resident(size: ModelSize, load: Load, *, weights: bool = True, gradients: bool = True, moments: bool = True) -> int:
-    """Return the bytes of a rank's shards on its GPU: float32 weights and, if it trains, gradients and
-    moments."""
+    """Bytes of a rank's shards on its GPU: float32 weights and, if it trains, gradients and moments."""
     trained = load.adapters or size.num_params
     # Embedding and head are always float32.
     blocks = size.num_params - size.vocab * size.hidden * (1 if size.tied else 2)
@@ -122,11 +120,8 @@ def peak(size: ModelSize, load: Load) -> int:
 
 
 def _head(size: ModelSize, load: Load) -> int:
-    """Return the bytes of the LM head's hidden states in float32, logits, and weight gradients.
-
-    Autograd adds a chunk's weight gradient to the earlier ones in a third tensor; log-probs alone are added
-    in place.
-    """
+    """Return the bytes of the LM head's hidden states in float32, logits, and weight gradients. Autograd adds
+    a chunk's weight gradient to the earlier ones in a third tensor; log-probs alone are added in place."""
     states = (2 if load.trains else 1) * load.trained * size.hidden * 4
     if not load.has_head:
         return states
@@ -325,8 +320,7 @@ def _engine(engine: EngineSpec, machine: Machine, size: ModelSize) -> RoleMemory
 
 
 def _engine_tensors(engine: EngineSpec, size: ModelSize, width: int) -> int:
-    """Bytes of a layer's widest tensors, and of logits, float32 twice: also as log-probs (vLLM 0.32, its
-    sampler)."""
+    """Bytes of a layer's widest tensors, and of float32 logits and log-probs (vLLM 0.32, its sampler)."""
     wide = max(
         2 * size.intermediate // engine.tensor_parallel_size,
         size.experts and 3 * size.expert_intermediate * size.experts_per_token,

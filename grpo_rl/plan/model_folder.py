@@ -115,10 +115,7 @@ def check_others(config: Config) -> None:
 
 def check_adapters(config: Config) -> None:
     """Raise ConfigError for adapters that the policy cannot have, and adapter folders that do not fit; reads
-    no weights.
-
-    Models with code of their own are checked when the run starts.
-    """
+    no weights. Models with code of their own are checked when the run starts."""
     from transformers import AutoConfig
 
     from grpo_rl.models import lora
@@ -134,10 +131,8 @@ def check_adapters(config: Config) -> None:
 
 
 def policy_settings(config: Config) -> dict[str, Any] | None:
-    """Return config.json with override_config applied; None for an unknown embedded model.
-
-    Raises ConfigError if it cannot be read, for a family that transformers lacks, and for a wrong override.
-    """
+    """Return config.json with override_config applied; None for an unknown embedded model. Raises ConfigError
+    if it cannot be read, for a family that transformers lacks, and for a wrong override."""
     model = config.actor_rollout_ref.model
     if model.path.startswith(PREFIX):
         try:
@@ -283,11 +278,8 @@ def _engine_refuses(config: Config, machine: Machine, settings: dict[str, Any]) 
 
 def positions_of(text: dict[str, Any]) -> tuple[str, int] | None:
     """Return name and value of the setting that bounds a sequence; None if uncertain, as with scaled rotary
-    embeddings.
-
-    The smallest of those that vLLM reads (vLLM 0.32,
-    ModelArchConfigConvertorBase.derive_max_model_len_and_key).
-    """
+    embeddings. The smallest of those that vLLM reads (vLLM 0.32,
+    ModelArchConfigConvertorBase.derive_max_model_len_and_key)."""
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     is_nested = not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values())
     if is_nested or (rope.get("rope_type") or rope.get("type")) not in _PLAIN_ROPE or text.get("model_max_length"):
@@ -312,8 +304,7 @@ def model_size(path: str) -> ModelSize | None:
 
 
 def stored_params(folder: Path) -> int | None:
-    """Return the numbers in a folder's safetensors files, by their headers; None if there are none, or broken
-    ones."""
+    """Return the numbers in a folder's safetensors files, by their headers; None without readable ones."""
     total = 0
     for file in folder.glob("*.safetensors"):
         try:
@@ -325,8 +316,7 @@ def stored_params(folder: Path) -> int | None:
 
 
 def _header(file: Path) -> tuple[dict[str, Any], int]:
-    """Return a safetensors file's tensor descriptions, and where data start: after 8 bytes of length and the
-    JSON."""
+    """Return a safetensors file's header, and where data start: after 8 bytes of length and the JSON."""
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
         header = json.loads(stream.read(min(length, file.stat().st_size)))
@@ -370,8 +360,7 @@ def _from_settings(config: dict[str, Any], num_params: int | None) -> ModelSize 
 
 
 def _counted_params(size: ModelSize, config: dict[str, Any]) -> int | None:
-    """Return the parameters of a known family: attention, gated MLP or experts with router, norms,
-    embeddings."""
+    """Count a known family's parameters: attention, gated MLP or experts with router, norms, embeddings."""
     if size.architecture not in ARCHITECTURES:
         return None
     queries, keys = size.heads * size.head_dim, size.kv_heads * size.head_dim
@@ -485,8 +474,7 @@ ARCHITECTURES = {
     "olmo2": "Olmo2ForCausalLM",
     "olmoe": "OlmoeForCausalLM",
 }
-"""Families whose parameters can be counted: attention with an output product, a gated MLP or experts of
-such."""
+"""Families whose parameters can be counted: attention with output, a gated MLP or experts."""
 
 _ROWS = [line.split() for line in Path(__file__).with_name("known_models.txt").read_text().splitlines() if line[0] != "#"]
 KNOWN = {pattern: row[1:] for row in _ROWS for pattern in row[0].split(",")}
@@ -494,10 +482,8 @@ KNOWN = {pattern: row[1:] for row in _ROWS for pattern in row[0].split(",")}
 
 
 def known_settings(name: str) -> dict[str, Any] | None:
-    """Return a hub model's sizes, named as in config.json; None if it is not in the table.
-
-    The longest fitting entry counts. What follows a size begins with `-`: Qwen3-4B is not part of Qwen3-4Bx.
-    """
+    """Return a hub model's sizes, named as in config.json; None if it is not in the table. The longest
+    fitting entry counts. What follows a size begins with `-`: Qwen3-4B is not part of Qwen3-4Bx."""
     fitting = []
     for pattern in KNOWN:
         start, star, end = (re.escape(part) for part in pattern.partition("*"))

@@ -67,8 +67,7 @@ def refuse_rewind(run: Path, step: int) -> None:
 
 
 def set_aside_after(run_dir: RunDir, step: int) -> Path | None:
-    """Move what a run made after this step to `earlier/N`, with copies of the files that go on; None if
-    nothing."""
+    """Move what a run made after this step to `earlier/N`, with copies of files that go on."""
     if max((record["step"] for record in read_metrics(run_dir.metrics_file)), default=0) <= step:
         return None
     aside = run_dir.new_aside()

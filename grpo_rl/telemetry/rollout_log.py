@@ -31,11 +31,9 @@ _LATE = f"the rollouts of a step were not written to the log within {WRITE_S:.0f
 
 
 class RolloutLog:
-    """Writes the rollouts of a step as JSON lines; with `beside` in a thread, while the run goes on.
-
-    At most two steps are unfinished then, which a killed process leaves out whole: `write` waits before a
-    third. A checkpoint is committed after `flush`.
-    """
+    """Writes the rollouts of a step as JSON lines; with `beside` in a thread, while the run goes on. At most
+    two steps are unfinished then, which a killed process leaves out whole: `write` waits before a third. A
+    checkpoint is committed after `flush`."""
 
     def __init__(
         self,
@@ -59,11 +57,9 @@ class RolloutLog:
     def write(
         self, kind: Kind, step: int, rollouts: Sequence[Rollout], advantages: Sequence[float | None] | None = None
     ) -> Path:
-        """Write `<kind>/step_<step>.jsonl` whole, and return its path.
-
-        `advantages`: one per rollout, None if it is not trained. A disk that fails leaves out the file, with
-        a warning. Raises, with `beside`, any other failure of an earlier file.
-        """
+        """Write `<kind>/step_<step>.jsonl` whole, and return its path. `advantages`: one per rollout, None if
+        it is not trained. A disk that fails leaves out the file, with a warning. Raises, with `beside`, any
+        other failure of an earlier file."""
         if advantages is not None and len(advantages) != len(rollouts):
             raise ValueError(f"{len(rollouts)} rollouts but {len(advantages)} advantages")
         path = self._folders[kind] / f"step_{step}.jsonl"
@@ -188,10 +184,8 @@ def token_record(rollout: Rollout) -> dict[str, Any]:
 
 
 def episode_record(episode: Episode) -> dict[str, Any]:
-    """Return an episode's conversation, with tokens and reward of each assistant turn.
-
-    `spans`: start and length, in the response, of sampled tokens; all others are context.
-    """
+    """Return an episode's conversation, with tokens and reward of each assistant turn. `spans`: start and
+    length, in the response, of sampled tokens; all others are context."""
     turns = iter(episode.turns)
     messages: list[dict[str, Any]] = []
     for message in episode.messages:

@@ -72,10 +72,8 @@ class RunDir:
     @classmethod
     def create(cls, base: str | Path, experiment_name: str | None = None) -> RunDir:
         """Make, if need be, and lock `<base>/<experiment_name>`; without a name, a new one with the date.
-
         Raises ConfigError if the name leaves `base`, the folder cannot be made, another process runs in it,
-        or links or pipes take the places of files.
-        """
+        or links or pipes take the places of files."""
         base = Path(base).expanduser()
         path = base / dated_name() if experiment_name is None else _named_path(base, experiment_name)
         try:
@@ -116,10 +114,8 @@ class RunDir:
 
     def changes(self, resolved_yaml: str, earlier: Path | None = None) -> list[str]:
         """Return `key: old -> new` against the configuration of this run's last start, or of the run
-        `earlier` if it had none.
-
-        To be called before `write_config`. Empty without anything to compare with.
-        """
+        `earlier` if it had none. To be called before `write_config`. Empty without anything to compare
+        with."""
         for folder in (self.path, earlier):
             if folder is None:
                 continue
@@ -176,10 +172,8 @@ def run_config(run: Path) -> dict[str, Any]:
 
 
 def named_run(text: str) -> Path | None:
-    """Return the run that `text` names, by folder or by name below `runs`; None if there is none.
-
-    Raises DataError for links that lead out of it.
-    """
+    """Return the run that `text` names, by folder or by name below `runs`; None if there is none. Raises
+    DataError for links that lead out of it."""
     folders = [Path(text).expanduser()]
     if not Path(text).is_absolute() and ".." not in Path(text).parts:
         folders += [place / text for place in (RUNS, *sorted(RUNS.glob("*/")))]
@@ -192,10 +186,8 @@ def named_run(text: str) -> Path | None:
 
 
 def find_run(text: str) -> Path:
-    """As `named_run`, or any other folder: part of a run may be all that there is.
-
-    Raises ConfigError if there is neither.
-    """
+    """As `named_run`, or any other folder: part of a run may be all that there is. Raises ConfigError if
+    there is neither."""
     run, folder = named_run(text), Path(text).expanduser()
     if run is not None:
         return run
@@ -286,11 +278,9 @@ def _first_free(pattern: Path) -> Path:
 
 
 class RunLock:
-    """Keeps other processes out of a run's folder until `release` or the end of this process.
-
-    The kernel's lock on `.lock` decides, also on network file systems with locks. Without locks the file's
-    text decides: an owner on another machine is taken to be alive.
-    """
+    """Keeps other processes out of a run's folder until `release` or the end of this process. The kernel's
+    lock on `.lock` decides, also on network file systems with locks. Without locks the file's text decides:
+    an owner on another machine is taken to be alive."""
 
     def __init__(self, folder: Path, *, claim: bool = True) -> None:
         """Raises ConfigError with the owner if it is taken. Without `claim` only look."""

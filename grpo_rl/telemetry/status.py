@@ -70,16 +70,14 @@ class Status:
         return f"the same command goes on from step {commit}, the last commit"
 
     def count_restart(self, worker: str, pid: int | None) -> None:
-        """Count a worker that is lost and started again (None), or note its new process's id. From any
-        thread."""
+        """Count a lost worker's restart (None), or note its new process's id. From any thread."""
         with self._changed:
             restarts = dict(self._fields["restarts"])
             restarts[worker] = restarts.get(worker, 0) + (pid is None)
             self.update(restarts=restarts, workers={**self._fields.get("workers", {}), worker: pid})
 
     def end(self, error: BaseException | None = None) -> None:
-        """Write how the run ended, within FINAL_WAIT_S. The first call decides: what fails during shutdown
-        changes nothing."""
+        """Within FINAL_WAIT_S. The first call decides: what fails during shutdown changes nothing."""
         with self._changed:
             if self.ended_with is not None:
                 return

@@ -1,9 +1,6 @@
 """`rollout.engine_kwargs` reaches the engine past every other check, so only the settings of speed and memory
-listed here pass.
-
-Others may load code, reach the network or change what is sampled; a new version's arguments are refused until
-somebody has looked at them.
-"""
+listed here pass. Others may load code, reach the network or change what is sampled; a new version's arguments
+are refused until somebody has looked at them."""
 
 from __future__ import annotations
 

@@ -115,11 +115,8 @@ def _model_folder(
     builtin: bool = True,
 ) -> Iterator[str]:
     """Yield why a folder holds no usable model, or brings code that `switch` does not allow, as far as no hub
-    is asked.
-
-    `tokenizer` is its folder, None for the model's, empty if none is needed. Of a run elsewhere only
-    config.json is read.
-    """
+    is asked. `tokenizer` is its folder, None for the model's, empty if none is needed. Of a run elsewhere
+    only config.json is read."""
     folder, elsewhere = Path(path).expanduser(), config.trainer.machine is not None
     none_there = f"no tokenizer there (none of {', '.join(_TOKENIZER_FILES)})"
     if not path or (builtin and path.startswith("builtin:")):

@@ -42,8 +42,7 @@ class Leaf:
     key: str
     kind: Kind
     default: Any
-    part: str
-    """Part of a run that reads it (`kinds.field`); empty if no rule is about it."""
+    part: str  # part of a run that reads it (`kinds.field`); empty if no rule is about it
     needs: tuple[tuple[str, str], ...]
     """Needs of the key and the sections around it, after the section that has them."""
     harmless: bool

@@ -36,10 +36,8 @@ class Range:
     gt: float | None = None
     le: float | None = None
     lt: float | None = None
-    zero: bool = False
-    """0 is allowed below the lower bound."""
-    reason: str = ""
-    """Part of the refusal."""
+    zero: bool = False  # 0 is allowed below the lower bound
+    reason: str = ""  # part of the refusal
 
     def describe(self) -> str:
         """`>= 1 and < 2`."""

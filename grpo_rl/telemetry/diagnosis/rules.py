@@ -389,8 +389,7 @@ def _moments(record: Mapping[str, float], name: str) -> np.ndarray:
 
 
 def _rises(old: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rise of reward and audit since each block, in standard errors, [blocks]; from sums of
-    `_moments`."""
+    """Return the rise of reward and audit since each block, in standard errors, [blocks]; from `_moments`."""
     means, now_mean = old[:, 1:3] / old[:, :1], new[1:3] / new[0]
     pooled = old + new
     variance = pooled[:, 3:] / pooled[:, :1] - (pooled[:, 1:3] / pooled[:, :1]) ** 2
@@ -475,5 +474,4 @@ RULES: tuple[Callable[[RunRecord], Finding | None], ...] = (
     ratio_out_of_range,
     groups_without_signal,
 )
-"""Causes before what they bring about: a learning rate that is far too high also ruins KL, entropy and
-reward."""
+"""Causes before their consequences: a learning rate far too high also ruins KL, entropy and reward."""

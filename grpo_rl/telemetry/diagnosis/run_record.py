@@ -156,8 +156,7 @@ def _read(files: Mapping[int, Path], step: int) -> list[dict[str, Any]]:
 class Finding:
     name: str
     weight: Literal["ill", "watch"]
-    """ill: training does not work, or shows what is not true; watch: it is on its way there, or costs
-    much."""
+    """ill: training does not work, or shows what is not true; watch: on its way there, or costly."""
     title: str  # the diagnosis in one sentence
     since: int  # the first step
     evidence: str  # numbers with their steps

@@ -11,11 +11,8 @@ _MEMORY = "perf/memory/"
 
 def measured(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return median seconds of each phase after the first step, and of the step without validation and
-    saving.
-
-    `perf/memory/actor_gib` and so on are the most that torch allocated in a rank of the role. Empty below
-    three steps.
-    """
+    saving. `perf/memory/actor_gib` and so on are the most that torch allocated in a rank of the role. Empty
+    below three steps."""
     steps = [row for row in records if row["step"] > 0 and "timing_s/step" in row and "response_length/mean" in row][1:]
     if len(steps) < 2:
         return {}

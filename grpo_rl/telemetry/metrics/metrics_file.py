@@ -46,8 +46,7 @@ def dump_line(record: Mapping[str, Any]) -> str:
 
 
 class MetricsFile:
-    """Appends to metrics.jsonl, from any thread. If the disk fails, lines wait in memory, and a warning says
-    so."""
+    """Appends from any thread. If the disk fails, lines wait in memory, and a warning says so."""
 
     def __init__(self, path: Path, warn: Callable[[str], None] = _logger.warning) -> None:
         self.path = path
@@ -98,11 +97,8 @@ class MetricsFile:
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """Return `{"step": ..., "time": ..., name: value}` in order of steps; of two lines of a step the later
-    one wins.
-
-    Broken lines (a process killed while writing) are left out. Raises DataError if the file, which may be
-    absent, cannot be read or has too many names.
-    """
+    one wins. Broken lines (a process killed while writing) are left out. Raises DataError if the file, which
+    may be absent, cannot be read or has too many names."""
     by_step: dict[int, dict[str, float]] = {}
     for record in read_records(path):
         numbers = {key: NON_FINITE.get(value, value) if isinstance(value, str) else value for key, value in record.items()}
@@ -113,8 +109,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return the lines that are objects with a `step`, none of an absent file. Raises DataError if it cannot
-    be read."""
+    """Return the lines with a `step`. Raises DataError if the file, which may be absent, cannot be read."""
     if not path.exists():
         return []
     return [record for _, record in read_lines(path) if record is not None and is_count(record.get("step"))]

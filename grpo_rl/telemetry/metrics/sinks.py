@@ -1,9 +1,6 @@
 """The receivers of a run's metrics: metrics.jsonl; TensorBoard, W&B, MLflow by `trainer.logger`; Prometheus,
-which asks.
-
-Each tracker has a thread and a bounded queue, so that its network and disk hold up no step. Trackers get
-verl's names if verl measures the same thing (`tracker_metrics`).
-"""
+which asks. Each tracker has a thread and a bounded queue, so that its network and disk hold up no step.
+Trackers get verl's names if verl measures the same thing (`tracker_metrics`)."""
 
 from __future__ import annotations
 
@@ -117,11 +114,8 @@ class Tracker:
 
 
 class Background:
-    """Hands metrics to a `Tracker`, which connects and works in a thread of its own.
-
-    Steps that meet a full queue or a failed tracker are dropped; `warn` gets the first failure, and on
-    `close` their number.
-    """
+    """Hands metrics to a `Tracker`, which connects and works in a thread of its own. Steps that meet a full
+    queue or a failed tracker are dropped; `warn` gets the first failure, and on `close` their number."""
 
     def __init__(
         self,
@@ -188,10 +182,8 @@ class Background:
 
 
 class _Wandb(Tracker):
-    """The W&B run of this folder, the same one after a resume, drawn over the training step.
-
-    W&B's own step only rises, and would drop a resumed run's repeated steps and late tables.
-    """
+    """The W&B run of this folder, the same one after a resume, drawn over the training step. W&B's own step
+    only rises, and would drop a resumed run's repeated steps and late tables."""
 
     def __init__(self, run_dir: RunDir, trainer: TrainerConfig, config: Mapping[str, Any]) -> None:
         wandb = importlib.import_module("wandb")
@@ -275,8 +267,7 @@ class TensorBoard(Tracker):
 
 
 class _Bounded(ThreadingMixIn, WSGIServer):
-    """An HTTP server with at most MOST_CLIENTS clients, each with a deadline; further connections are
-    closed."""
+    """At most MOST_CLIENTS clients, each with a deadline; further connections are closed."""
 
     daemon_threads = True
     request_queue_size = 16

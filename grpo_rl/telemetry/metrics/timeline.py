@@ -15,8 +15,7 @@ from grpo_rl.run_files import append_lines, write_whole
 from grpo_rl.telemetry.metrics.metrics_file import dump_line, is_number, read_records
 
 Role = Literal["rollout", "reward", "actor", "reference", "critic", "weights", "engines", "controller", "wait", "step"]
-"""`wait`: the side in `what` waits for the other; `step`: a whole step; `engines`: one joins, leaves or is
-replaced."""
+"""`wait`: the side in `what` waits; `step`: a whole step; `engines`: one joins, leaves or is replaced."""
 CLOSED_GAP_S = 0.02  # such close intervals of one activity become one: rewards end by the thousand
 
 _logger = logging.getLogger(__name__)
@@ -34,10 +33,8 @@ class Interval(NamedTuple):
 
 class Timeline:
     """Records intervals from any thread; `write` appends them to a file. Without a path they are dropped.
-
     Seconds count from a run's first start, without the pauses before a resume. If the file cannot be written,
-    its lines are lost with one warning.
-    """
+    its lines are lost with one warning."""
 
     def __init__(self, path: Path | None = None, warn: Callable[[str], None] = _logger.warning) -> None:
         self.path = path

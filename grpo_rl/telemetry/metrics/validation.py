@@ -37,8 +37,7 @@ def validation_score(metrics: Mapping[str, float]) -> float | None:
 
 
 def shown_keys(records: Sequence[Mapping[str, float]]) -> list[str]:
-    """Return the keys `val/<source>/mean@N`, each with `val/<source>/reward` after it if that ever
-    differed."""
+    """Return the keys `val/<source>/mean@N`, with `val/<source>/reward` if that ever differed."""
     keys = dict.fromkeys(key for record in records for key in validation_keys(record))
     names = []
     for key in keys:

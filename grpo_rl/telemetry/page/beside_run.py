@@ -1,8 +1,5 @@
 """The process beside a run that writes its page: the run pays for its start only, and waits for the last page
-alone.
-
-It has idle priority, a time limit, and dies with the run. Its page is stale at worst.
-"""
+alone. It has idle priority, a time limit, and dies with the run. Its page is stale at worst."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""The page as one HTML document with its style, scripts, chart library and data.
-
-Responses of a model are hostile text: the data are JSON without `<`, `>` and `&`, which scripts show as text
-only. The document's policy allows no network, and no scripts but those with its hashes and the chunks beside
-the page.
-"""
+"""The page as one HTML document with its style, scripts, chart library and data. Responses of a model are
+hostile text: the data are JSON without `<`, `>` and `&`, which scripts show as text only. The document's
+policy allows no network, and no scripts but those with its hashes and the chunks beside the page."""
 
 from __future__ import annotations
 
@@ -46,11 +43,9 @@ LIVE = "live"
 def write_page(
     runs: Sequence[Path], out: Path | None = None, state: str | None = None, *, keep: bool = False, trusted: bool = False
 ) -> Path:
-    """Write the page of the runs whole, by default `RUN/page.html`, and return its path.
-
-    Chunks of large runs lie in `<name of the page>_files`; `keep` leaves those of unchanged steps
-    (`chunks_of`). Raises DataError for a folder that is no run, ConfigError if the page cannot be written.
-    """
+    """Write the page of the runs whole, by default `RUN/page.html`, and return its path. Chunks of large runs
+    lie in `<name of the page>_files`; `keep` leaves those of unchanged steps (`chunks_of`). Raises DataError
+    for a folder that is no run, ConfigError if the page cannot be written."""
     out = out if out is not None else default_page(runs)
     files = out.with_name(f"{out.stem}_files")
     try:

@@ -41,11 +41,8 @@ def chunks_of(
     run: Path, folder: Path, pieces: Pieces | None = None, inline_bytes: int = INLINE_BYTES, *, keep: bool = False
 ) -> tuple[dict[str, Any], dict[str, str] | None]:
     """Return the index of a run's rollouts and its chunks by name; None for a large run, whose chunks are
-    files in `folder`.
-
-    `keep` writes new steps only: the page runs these files, so `folder` must hold none but this program's
-    own. Files that cannot be read are left out.
-    """
+    files in `folder`. `keep` writes new steps only: the page runs these files, so `folder` must hold none but
+    this program's own. Files that cannot be read are left out."""
     files = {(kind, step): path for kind in ("rollouts", "val") for step, path in step_files(run / kind)}
     size = 0
     for path in files.values():
@@ -130,8 +127,7 @@ def _parted(records: Sequence[Record]) -> Iterator[list[list[Record]]]:
 
 
 def _entry(group: Sequence[Record], kind: str, index: dict[str, Any], places: dict[str, int]) -> list[Any]:
-    """Return prompt, source, rewards, lengths, truncated samples and failures, as numbers and places in
-    tables."""
+    """Return a group's prompt, source, rewards, lengths, cut samples and failures, as places in tables."""
     row, prompt = prompt_key(group[0])
     key = hashlib.sha1(f"{row}\0{prompt}".encode(errors="replace")).hexdigest()[:12]
     if key not in places:

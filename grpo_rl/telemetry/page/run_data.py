@@ -47,8 +47,7 @@ def run_data(
     keep: bool = False,
     trusted: bool = False,
 ) -> dict[str, Any]:
-    """`state` replaces that of status.json; for `keep` see `chunks_of`, for `trusted` `pieces_of`. Raises
-    DataError if there is no run."""
+    """`state` replaces status.json's; `keep`: see `chunks_of`; `trusted`: `pieces_of`. Raises DataError."""
     run = run.resolve()
     record = RunRecord.of_folder(run)
     status = current_status(run, state)
@@ -153,11 +152,8 @@ def _half_width(values: Sequence[float]) -> float:
 
 def bands(index: Mapping[str, Any], kind: str, value: str = "reward") -> dict[str, Series]:
     """Return mean and 95 % interval of the reward by step for each source, and of training's `all`, from an
-    index.
-
-    `kind`: rollouts, or val, whose failed rewards count as 0; `value`: reward, or for val mean@N. A series
-    has one kind of interval.
-    """
+    index. `kind`: rollouts, or val, whose failed rewards count as 0; `value`: reward, or for val mean@N. A
+    series has one kind of interval."""
     by_source: dict[str, dict[int, list[list[float]]]] = {}
     for entry in sorted((step for step in index["steps"] if step["kind"] == kind), key=lambda step: step["step"]):
         for group in entry["groups"]:
@@ -222,8 +218,7 @@ def _values(group: Sequence[Any], kind: str, value: str) -> list[float]:
 
 
 def configuration(run: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that differ from defaults, the YAML text, and commands that repeat and resume the
-    run."""
+    """Return changed keys, the YAML text, and commands that repeat and resume the run."""
     words = _text(run / "overrides.txt").splitlines()
     named = {word.partition("=")[0].lstrip("+~") for word in words}
     different = [

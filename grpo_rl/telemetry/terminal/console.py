@@ -27,11 +27,9 @@ BAR_WIDTH = 30
 
 
 class Console:
-    """Live bars on a terminal, plain lines on a pipe, and a copy of the lines in a log file.
-
-    Nothing is read as markup, and control characters are escaped, so any method takes a model's text. No
-    method raises for the log file, or a screen that `standard_streams.make_lasting` keeps.
-    """
+    """Live bars on a terminal, plain lines on a pipe, and a copy of the lines in a log file. Nothing is read
+    as markup, and control characters are escaped, so any method takes a model's text. No method raises for
+    the log file, or a screen that `standard_streams.make_lasting` keeps."""
 
     def __init__(self, file: TextIO | None = None, quiet_s: float = QUIET_S) -> None:
         plain: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}
@@ -123,10 +121,8 @@ class Console:
                 self.info("; ".join(places))
 
     def give_back_terminal(self) -> None:
-        """Take the bars off the terminal and show its cursor, before this process ends.
-
-        For signal handlers: takes no lock, and writes past rich, which prints nothing more.
-        """
+        """Take the bars off the terminal and show its cursor, before this process ends. For signal handlers:
+        takes no lock, and writes past rich, which prints nothing more."""
         if not self.interactive or self._live is None:
             return
         self._rich.quiet = True

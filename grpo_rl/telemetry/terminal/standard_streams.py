@@ -13,11 +13,9 @@ FULL_PIPE_S = 5.0
 
 
 class LastingFile(io.FileIO):
-    """A file descriptor that leads to /dev/null once it cannot be written any more.
-
-    The descriptor itself is redirected: C code and child processes inherit it. Otherwise printing would raise
-    BrokenPipeError, or in rich SystemExit, and Python exit with 120.
-    """
+    """A file descriptor that leads to /dev/null once it cannot be written any more. The descriptor itself is
+    redirected: C code and child processes inherit it. Otherwise printing would raise BrokenPipeError, or in
+    rich SystemExit, and Python exit with 120."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "wb", closefd=False)

@@ -69,8 +69,7 @@ _PAIRS: tuple[Column, ...] = (
     _GRADIENT,
     *_SPEED,
 )
-"""Losses, share in the right order and margins of pairs; of a reward model of steps: losses, share judged
-right."""
+"""Of pairs: losses, share in the right order, margins; of rated steps: losses, share judged right."""
 
 
 def header(metrics: Metrics = MappingProxyType({})) -> list[Piece]:
