@@ -225,6 +225,7 @@ def make_session(options: argparse.Namespace, folder: Path, stack: ExitStack) ->
     from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool, Transfer
     from grpo_rl.cluster.roles.trained_roles import ActorRole
     from grpo_rl.config.derived import MicroBatchRule
+    from grpo_rl.telemetry.metrics.timeline import Timeline
     from grpo_rl.telemetry.rollout_log import RolloutLog
     from grpo_rl.telemetry.rundir import RunDir
     from grpo_rl.trainer.parts import Roles
@@ -266,7 +267,9 @@ def make_session(options: argparse.Namespace, folder: Path, stack: ExitStack) ->
     if options.log:
         log = RolloutLog(RunDir.create(folder, "bench"), beside=True)
         stack.callback(log.close)
-    output: Any = SimpleNamespace(console=SimpleNamespace(warn=print), rollouts=log)  # nothing else is written
+    output: Any = SimpleNamespace(
+        console=SimpleNamespace(warn=print), rollouts=log, timeline=Timeline()
+    )  # nothing else is written
     rewarder = make_rewarder(options, folder, supervisor, stack)
     roles = Roles(actor=role, rollout=pool, rewarder=rewarder, reference=reference)
     return Session(config, roles, output, train_data=train, total_steps=options.steps + 1)

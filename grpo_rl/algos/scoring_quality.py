@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from grpo_rl.algos.losses.reward_scores import bradley_terry, step_classification
 
 
 def pair_accuracy(chosen_P: Tensor, rejected_P: Tensor) -> float:
@@ -46,8 +49,39 @@ def calibration(probability_K: Tensor, good_K: Tensor, *, num_bins: int = 10) ->
     return Calibration(error, float((probability_K - good_K).square().mean()))
 
 
-def pair_calibration(chosen_P: Tensor, rejected_P: Tensor) -> Calibration:
-    """Of a Bradley-Terry model, with probability sigmoid(abs(r_w - r_l)); equal scores are left out."""
+def pair_quality(chosen_P: Tensor, rejected_P: Tensor, margin_P: Tensor, center_coef: float = 0.0) -> dict[str, float]:
+    """Return loss, accuracy, AUC of all chosen against all rejected responses, and calibration of pairs, as far as they are defined.
+
+    The calibrated probability is sigmoid(|r_w - r_l|), that of the preferred response; equal scores prefer neither, and are left out.
+    """
     difference_P = chosen_P.double() - rejected_P.double()
-    difference_P = difference_P[difference_P != 0]
-    return calibration(difference_P.abs().sigmoid(), difference_P > 0)
+    decided_P = difference_P[difference_P != 0]
+    scores = torch.cat([chosen_P, rejected_P])
+    is_chosen = torch.arange(2).repeat_interleave(len(chosen_P)) == 0
+    loss_P = bradley_terry(chosen_P, rejected_P, margin_P=margin_P, center_coef=center_coef)[0]
+    measures = {
+        "loss": float(loss_P.mean()),
+        "accuracy": pair_accuracy(chosen_P, rejected_P),
+        "margin": float((chosen_P - rejected_P).double().mean()),
+        "score_mean": float(scores.double().mean()),
+    }
+    return _measures(scores, is_chosen, calibration(decided_P.abs().sigmoid(), decided_P > 0), measures)
+
+
+def step_quality(scores_K: Tensor, labels_K: Tensor) -> dict[str, float]:
+    """Return loss, accuracy, AUC and calibration of rated steps, as far as they are defined.
+
+    A step is good if its label is above one half, with probability sigmoid(s). Neutral steps (label 0.5) count in the loss only.
+    """
+    loss_K = step_classification(scores_K, labels_K)[0]
+    is_decided_K = labels_K != 0.5
+    decided_K, good_K = scores_K[is_decided_K], labels_K[is_decided_K] > 0.5
+    measures = {"loss": float(loss_K.mean()), "good": float(good_K.double().mean())}
+    measures["accuracy"] = float(((decided_K > 0) == good_K).double().mean())
+    return _measures(decided_K, good_K, calibration(decided_K.double().sigmoid(), good_K), measures)
+
+
+def _measures(scores: Tensor, is_good: Tensor, reliability: Calibration, measures: dict[str, float]) -> dict[str, float]:
+    measures |= {"auc": auc(scores, is_good), "calibration_error": reliability.error, "brier": reliability.brier}
+    # Before the first update of a new head all scores are equal, and no pair has a preferred side.
+    return {name: value for name, value in measures.items() if not math.isnan(value)}

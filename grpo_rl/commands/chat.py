@@ -95,10 +95,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _talk(config: Config, sampler: Sampler, options: argparse.Namespace, label: str) -> None:
     from grpo_rl.data.prompts import Renderer
-    from grpo_rl.trainer.parts import VALIDATION, training_sampling, validation_sampling
+    from grpo_rl.trainer.parts import validation_sampling
 
-    values = config.actor_rollout_ref.rollout.val_kwargs
-    sampling = validation_sampling(values, training_sampling(config, VALIDATION))
+    sampling = validation_sampling(config)
     renderer = Renderer(config.data, sampler.tokenizer)
     talk = Conversation(renderer, config.data.max_prompt_length, options.system or config.data.system_prompt)
     if talk.system is not None and not renderer.has_template:

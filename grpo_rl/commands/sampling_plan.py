@@ -171,7 +171,7 @@ def answer_missing(
     # Loading engines and Ray takes seconds, for which finished tables need not wait.
     from grpo_rl.cluster.sampling import sampler, sampling_session
     from grpo_rl.telemetry.rollout_log import record_of
-    from grpo_rl.trainer.parts import VALIDATION, training_sampling, validation_sampling
+    from grpo_rl.trainer.parts import validation_sampling
 
     with sampling_session(open_ones[0][1], run_dir, console) as session:
         for label, plan, file in open_ones:
@@ -182,7 +182,7 @@ def answer_missing(
                 missing = [row for row in range(len(prompts)) if row not in answered]
                 if answered and missing:
                     console.info(f"{label}: goes on, {len(answered)} of {len(prompts)} prompts are answered already")
-                sampling = validation_sampling(values, training_sampling(plan.config, VALIDATION))
+                sampling = validation_sampling(plan.config)
                 parts = [[prompts.prompt(row, f"val-{row}") for row in part] for part in started.parts_of(missing, values.n)]
                 with console.progress(label, len(missing) * values.n) as bar:
                     session.phase("gen")

@@ -4,11 +4,11 @@ The ways of AReaL (arXiv 2505.24298, section 5) and of PipelineRL (arXiv 2509.19
 token is more than `trainer.asynchronous.max_staleness` versions older than the weights that it trains. Every prompt is trained
 exactly once, however long its responses take; with max_staleness=0 the weights are those of `sync`, bit for bit.
 
-Every group has a *deadline*: the version of the weights at which it must be trained at the latest. A version trains one batch.
-So, of the groups with a deadline up to d, all but those that the batches of the versions up to d can hold have to be in this batch
-already; the trainer waits for them, however long they are. The other places go to the groups that ended first. No group is trained
-too late this way, as long as it was asked for within the bound (`room`): the deadlines can be met when they are given, and every
-batch keeps that so (earliest deadline first is optimal for one machine, Liu and Layland, JACM 20, 1973, section 7).
+Every group has a *deadline*: the last version of the weights at which it may be trained. A version trains one batch. So, of the
+groups with a deadline up to d, this batch must hold all that the later batches up to d cannot; the trainer waits for them, however
+long they are. The other places go to the groups that ended first. No group is trained too late if it was asked for within the
+bound (`room`): the deadlines can be met when they are given, and every batch keeps that so (earliest deadline first is optimal
+for one machine, Liu and Layland, JACM 20, 1973, section 7).
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def train(s: Session) -> None:
 
 
 def choose(ready: Sequence[int], waiting: Iterable[int], version: int, batch_size: int) -> list[int] | None:
-    """Return the places, ascending, of the groups to train in the batch of `version`, of those that are ready; None while it is too early.
+    """Return the places, ascending, in `ready` of the groups to train in the batch of `version`; None while it is too early.
 
-    `ready` are their deadlines, in the order in which they became ready, `waiting` those of all groups that are not trained yet.
+    `ready` are deadlines, in the order in which groups became ready, `waiting` those of all groups that are not trained yet.
     """
     if len(ready) < batch_size:
         return None
@@ -58,7 +58,7 @@ def choose(ready: Sequence[int], waiting: Iterable[int], version: int, batch_siz
     num_until = 0
     for deadline, number in sorted(Counter(waiting).items()):
         num_until += number
-        # A deadline that has passed already cannot be kept any more: the next batch is the best that there is.
+        # If a deadline has passed, the next batch is the best that there is.
         batches_to_come = max(0, deadline - version)
         needed = min(batch_size, num_until - batches_to_come * batch_size)
         eligible = [place for place, latest in enumerate(ready) if latest <= deadline and place not in chosen]

@@ -1,8 +1,7 @@
 """`iterate`: in every iteration the reference becomes the policy, the reward model learns, then the policy learns from it.
 
-DeepSeekMath (arXiv 2402.03300), section 4.1.4 and Algorithm 1: the reference model is set to the policy at the beginning of an
-iteration, and the reward model is trained further on samples of the newest policy with a replay of historical data. Here the
-reward model's steps open the iteration instead of closing it, so that the last ones are not made for nothing.
+DeepSeekMath (arXiv 2402.03300), section 4.1.4 and Algorithm 1: the reward model is trained on samples of the newest policy with a
+replay of historical data. Here its steps open the iteration instead of closing it, so that the last ones are not made for nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def train(s: Session) -> None:
 def position(state: Sequence[int], settings: IterateConfig) -> tuple[int, bool, int]:
     """Return the iteration from 1, whether the step trains the policy, and its number in that phase from 0.
 
-    If the phases have another length than when `state` was saved, the number is at most that of the phase's last step.
+    The number is at most that of the phase's last step, also if the configuration has changed.
     """
     iteration, trains_policy, number = state
     trains_policy = bool(trains_policy) or settings.reward_model_steps == 0
@@ -52,7 +51,6 @@ def position(state: Sequence[int], settings: IterateConfig) -> tuple[int, bool, 
 
 
 def following(iteration: int, trains_policy: bool, number: int, settings: IterateConfig) -> list[int | bool]:
-    """Return the position after this one, as JSON has it."""
     number += 1
     if not trains_policy and number == settings.reward_model_steps:
         return [iteration, True, 0]
@@ -62,10 +60,7 @@ def following(iteration: int, trains_policy: bool, number: int, settings: Iterat
 
 
 def agreement(rollouts: Sequence[Rollout]) -> Metrics:
-    """Return `iterate/agreement`: of the pairs that the rules reward differently, the share that the model orders as they do.
-
-    Pairs are of one group, as a model of pairs leaves open a constant per prompt. Nothing if there is nothing to compare.
-    """
+    """Return `iterate/agreement`: of the pairs of a group that the rules reward differently, the share that the model orders alike."""
     groups: dict[str, list[tuple[float, float]]] = {}
     for rollout in rollouts:
         if rollout.failure is None and rollout.sample_index != GREEDY:

@@ -7,10 +7,7 @@ from grpo_rl.trainer.session import Session
 
 @needs("actor", "rollout", "rewarder", "teacher")
 def train(s: Session) -> None:
-    """Take one optimizer step on each batch of rows, epoch after epoch, with whatever loss: the rows say what a batch is.
-
-    Validation measures the loss on other rows; if there are prompts to answer, engines and rewards run for these too.
-    """
+    """Take one optimizer step on each batch of rows. Engines and rewards run if there are prompts to validate on."""
     for step in s.steps():
         batch = s.logprobs(s.next_rows())
         metrics = s.update(batch)

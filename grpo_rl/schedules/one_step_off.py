@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 def train(s: Session) -> None:
     """Train every batch by the policy after the one that sampled it.
 
-    The staleness of every token is exactly 1, and 0 in the first batch of a start. What is sampled does not depend on
-    timing: a batch is sampled as a whole with the same weights.
+    The staleness of every token is exactly 1, and 0 in the first batch of a start. A batch is sampled as a whole with the same
+    weights, whatever the timing.
     """
     batch_size = s.config.data.train_batch_size
     for step in s.steps():

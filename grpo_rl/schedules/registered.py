@@ -1,4 +1,4 @@
-"""All schedules by name, the values of `trainer.schedule`: functions that loop over the steps of a session. Another one is a file, and a line here."""
+"""All schedules by name, the values of `trainer.schedule`: functions that loop over the steps of a session."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SCHEDULES.register("offline")(offline.train)
 SCHEDULES.register("reward_model")(reward_model.train)
 
 SAMPLED = frozenset({"actor", "rollout", "rewarder", "reference", "teacher", "critic"})
-"""The roles of a schedule that names none by `@needs`: those of a policy that learns from what it samples."""
+"""The roles of a schedule that names none by `@needs`."""
 
 
 def schedule_of(config: Config) -> Schedule:
-    """Return the schedule of a run. Raises ConfigError for an unknown name, with the nearest ones, and for what is no loop."""
+    """Return the schedule of a run. Raises ConfigError for an unknown name and for what is no loop."""
     name = config.trainer.schedule
     schedule = SCHEDULES.get(name)
     if inspect.isclass(inspect.unwrap(schedule)):
@@ -38,15 +38,11 @@ def schedule_of(config: Config) -> Schedule:
 
 
 def roles_of(schedule: Schedule) -> frozenset[str]:
-    """Return the names of the roles that a schedule can drive, as `@needs` on its function says.
-
-    A reference or a critic among them is started only if the configuration needs one, engines and rewards only if it samples
-    something; a `reward_model` among them is trained.
-    """
+    """Return the roles that a schedule can drive, as `@needs` on its function says: they are started if the configuration needs them."""
     return needs_of(schedule) or SAMPLED
 
 
 @needs("rollout", "rewarder")
 def validate(session: Session) -> None:
-    """Validate and do no step (`trainer.val_only=true`). An actor is only needed to load a checkpoint."""
+    """Validate and do no step (`trainer.val_only=true`)."""
     list(session.steps())

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from grpo_rl.trainer.progress import Timer
 from grpo_rl.trainer.sampled.trained import BASELINE_FAILED, is_trained
 from grpo_rl.types import GREEDY, TRUNCATED, Batch, Metrics, Rollout
 
@@ -90,8 +89,8 @@ def episode_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     return metrics
 
 
-def batch_metrics(batch: Batch, timer: Timer) -> Metrics:
-    """Return lengths and throughput. `rollout/support_mean`: the tokens that top_p, top_k and min_p leave to sample from."""
+def batch_metrics(batch: Batch, seconds: float) -> Metrics:
+    """Return lengths and throughput in a step of so many seconds. `rollout/support_mean`: the tokens that top_p, top_k and min_p leave to sample from."""
     lengths_N = batch.response_lengths_N
     support: Metrics = {}
     if batch.support_ids_M is not None and batch.num_trained_tokens:
@@ -102,14 +101,14 @@ def batch_metrics(batch: Batch, timer: Timer) -> Metrics:
         "response_length/min": float(lengths_N.min()),
         "prompt_length/mean": float(batch.prompt_lengths_N.float().mean()),
         "prompt_length/max": float(batch.prompt_lengths_N.max()),
-        **throughput(batch, timer),
+        **throughput(batch, seconds),
     }
 
 
-def throughput(batch: Batch, timer: Timer) -> Metrics:
-    """Return the number of tokens of prompts and responses, and how many a second of the step's phases."""
+def throughput(batch: Batch, seconds: float) -> Metrics:
+    """Return the number of tokens of prompts and responses, and how many a second."""
     num_tokens = float(len(batch.token_ids_S))
-    return {"perf/total_num_tokens": num_tokens, "perf/tokens_per_s": num_tokens / max(1e-9, timer.total())}
+    return {"perf/total_num_tokens": num_tokens, "perf/tokens_per_s": num_tokens / max(1e-9, seconds)}
 
 
 def staleness_metrics(rollouts: Sequence[Rollout], version: int) -> Metrics:
@@ -142,15 +141,13 @@ def logged_advantages(sampled: Sequence[Rollout], trained: Sequence[Rollout], ba
     """Return the advantage of each rollout's last token, None if it is not among `trained`, the rollouts of `batch`."""
     if batch is None:
         return [None] * len(sampled)
-    lengths_N = batch.trained_lengths_N
-    if batch.advantages_N is not None:
-        last_N = batch.advantages_N
-    else:
-        assert batch.advantages_T is not None
-        last_N = torch.zeros(len(lengths_N))
-        last_N[lengths_N > 0] = batch.advantages_T[lengths_N.cumsum(0)[lengths_N > 0] - 1]
-    last = torch.where(lengths_N > 0, last_N, 0.0).tolist()
-    advantages = {(rollout.prompt.uid, rollout.sample_index): value for rollout, value in zip(trained, last, strict=True)}
+    advantages_T = batch.token_advantages()
+    assert advantages_T is not None
+    last_N = torch.cat([torch.zeros(1), advantages_T])[batch.trained_lengths_N.cumsum(0)]
+    last_N = torch.where(batch.trained_lengths_N > 0, last_N, 0.0)
+    advantages = {
+        (rollout.prompt.uid, rollout.sample_index): value for rollout, value in zip(trained, last_N.tolist(), strict=True)
+    }
     return [advantages.get((rollout.prompt.uid, rollout.sample_index)) for rollout in sampled]
 
 

@@ -1,12 +1,16 @@
-"""What a run and its session share: the roles that were started, the receivers of what is shown, a step, its sampling."""
+"""What a run and its session share: roles, output, and a step with its phases and its sampling."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from grpo_rl.config.schema.tree import Config, ValSamplingConfig
+from grpo_rl.config.schema.tree import Config
+from grpo_rl.faults import fault_point
 from grpo_rl.protocols import (
     Actor,
     Critic,
@@ -19,13 +23,14 @@ from grpo_rl.protocols import (
     Teacher,
     TrainedRewardModel,
 )
-from grpo_rl.telemetry.metrics.timeline import Timeline
+from grpo_rl.telemetry.metrics.timeline import Role, Timeline
 from grpo_rl.telemetry.page.beside_run import PageBeside
 from grpo_rl.telemetry.rollout_log import RolloutLog
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.status import Status
+from grpo_rl.telemetry.terminal.text import Bar
 from grpo_rl.trainer.stopping import Stop
-from grpo_rl.types import Metrics, Sampling
+from grpo_rl.types import Metrics, Rollout, Sampling
 
 if TYPE_CHECKING:
     # The plan looks up the schedule, and need not wait for what draws: TensorBoard, rich.
@@ -33,8 +38,23 @@ if TYPE_CHECKING:
     from grpo_rl.telemetry.metrics.sinks import Sinks
     from grpo_rl.telemetry.terminal.console import Console
 
-VALIDATION = -1
-"""The number that stands for a step's if sampling is seeded for validation."""
+PHASES: dict[str, tuple[str, Role]] = {
+    "sync_weights": ("sending weights", "weights"),
+    "gen": ("sampling", "rollout"),
+    "wait_for_rollouts": ("waiting for responses", "wait"),
+    "reward": ("scoring", "reward"),
+    "old_logprobs": ("old log-probs", "actor"),
+    "ref": ("reference", "reference"),
+    "values": ("values", "critic"),
+    "adv": ("advantages", "controller"),
+    "update_critic": ("updating the critic", "critic"),
+    "update_actor": ("updating the actor", "actor"),
+    "refresh_reference": ("reference <- policy", "weights"),
+    "update_reward_model": ("updating the reward model", "reward"),
+    "testing": ("validating", "rollout"),
+    "save": ("saving", "controller"),
+}
+"""A phase of a step in words, and the role that is busy in it; in others it is the controller."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -92,16 +112,73 @@ class Step:
         self.metrics |= metrics
 
 
+class StepProgress:
+    """Notes beside the bar of the training steps, if there is one, and intervals of their phases."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.bar, self.timeline = Bar(), timeline
+        self.on_phase: Callable[[str], None] = lambda phase: None
+        """Called with the name of each phase before it begins."""
+
+    def phase(self, name: str) -> None:
+        self.on_phase(name)
+        fault_point("driver.phase", phase=name)
+        self.bar.advance(0, PHASES[name][0] if name in PHASES else name)
+
+    def counting(self, submit: Callable[[Rollout], None], total: int | None = None) -> Callable[[Rollout], None]:
+        """Return `submit`, which notes how many of the `total` responses have ended, if there is a total."""
+        count, every = 0, max(1, (total or 0) // 1000)
+
+        def submit_and_count(rollout: Rollout) -> None:
+            nonlocal count
+            submit(rollout)
+            count += 1
+            fault_point("driver.response", count=count)
+            if total is not None and (count % every == 0 or count == total):
+                self.bar.advance(0, f"{PHASES['gen'][0]} {count} of {total}")
+
+        return submit_and_count
+
+
+class Timer:
+    """Seconds of the phases of a step, which are shown as they begin and recorded in the timeline as they end."""
+
+    def __init__(self, progress: StepProgress) -> None:
+        self.progress = progress
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        self.progress.phase(phase)
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - started
+            self.seconds[phase] += seconds
+            self.progress.timeline.ended(PHASES[phase][1] if phase in PHASES else "controller", phase, seconds)
+
+    def metrics(self) -> Metrics:
+        return {f"timing_s/{phase}": seconds for phase, seconds in self.seconds.items()}
+
+
+def advancing(bar: Bar, submit: Callable[[Rollout], None]) -> Callable[[Rollout], None]:
+    """Return `submit`, which moves `bar` on by one with each call."""
+
+    def submit_and_advance(rollout: Rollout) -> None:
+        submit(rollout)
+        bar.advance()
+
+    return submit_and_advance
+
+
 def is_due(step: int, frequency: int) -> bool:
     """Return whether what happens every `frequency` steps (-1: never) happens after this one."""
     return frequency > 0 and step % frequency == 0
 
 
 def training_sampling(config: Config, step: int) -> Sampling:
-    """Return the sampling parameters of a training step, or those that validation starts from (`step=VALIDATION`).
-
-    The seed depends on the step; the rollout pool mixes in prompt and sample.
-    """
+    """Return the sampling parameters of a training step, whose seed depends on the step; the rollout pool mixes in prompt and sample."""
     rollout = config.actor_rollout_ref.rollout
     return Sampling(
         max_tokens=config.data.max_response_length,
@@ -115,10 +192,11 @@ def training_sampling(config: Config, step: int) -> Sampling:
     )
 
 
-def validation_sampling(values: ValSamplingConfig, training: Sampling) -> Sampling:
-    """Return sampling as `values` says, and else as in training."""
+def validation_sampling(config: Config) -> Sampling:
+    """Return sampling as `rollout.val_kwargs` says, and else as in training."""
+    values = config.actor_rollout_ref.rollout.val_kwargs
     return dataclasses.replace(
-        training,
+        training_sampling(config, -1),
         temperature=values.temperature if values.do_sample else 0.0,
         top_p=values.top_p,
         top_k=values.top_k,

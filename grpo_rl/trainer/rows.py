@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,12 +13,11 @@ from torch import Tensor
 from grpo_rl.algos.aggregate import group_tokens
 from grpo_rl.algos.losses.contract import LossInput
 from grpo_rl.algos.losses.preference import Pairs
-from grpo_rl.algos.losses.reward_scores import bradley_terry, step_classification
 from grpo_rl.algos.objective import Objective
-from grpo_rl.algos.scoring_quality import auc, calibration, pair_accuracy, pair_calibration
+from grpo_rl.algos.scoring_quality import pair_quality, step_quality
 from grpo_rl.algos.segments import Segments
 from grpo_rl.columns import values
-from grpo_rl.config.schema.tree import Config, RewardModelTrainConfig
+from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.draw_order import make_row_order
 from grpo_rl.data.row_set import TrainingRows, TrainingSet
 from grpo_rl.faults import fault_point
@@ -61,7 +59,9 @@ class Rows:
             return named_measures("val", measured, self.objective)
         assert self.roles.reward_model is not None
         scored = scored_rows(self.roles.reward_model, self.val_data, batch_size)
-        return quality(scored, self.config.reward.reward_model.train)
+        center_coef = self.config.reward.reward_model.train.center_coef
+        measured = step_quality(**scored) if "labels_K" in scored else pair_quality(**scored, center_coef=center_coef)
+        return {f"val/{name}": value for name, value in measured.items()}
 
     def state_dict(self) -> dict[str, Any]:
         return self.order.state_dict() | {"data": self.train_data.fingerprint}
@@ -144,37 +144,6 @@ def scored_rows(model: TrainedRewardModel, data: TrainingSet[Any], batch_size: i
         margin_P = torch.zeros(len(pairs.chosen_P)) if batch.margins_N is None else batch.margins_N[pairs.chosen_P]
         parts.append({"chosen_P": scores[pairs.chosen_P], "rejected_P": scores[pairs.rejected_P], "margin_P": margin_P})
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
-def quality(scored: Mapping[str, Tensor], settings: RewardModelTrainConfig) -> Metrics:
-    """Return metrics of scores.
-
-    A pair is right if the chosen response has the larger score, `auc` compares every chosen response with every rejected one, and
-    the calibrated probability is sigmoid(|r_w - r_l|). A step is good if its label is above one half, its probability is sigmoid(s),
-    and neutral steps (label 0.5) count in the loss only.
-    """
-    if "scores_K" in scored:
-        scores_K, labels_K = scored["scores_K"], scored["labels_K"]
-        loss = step_classification(scores_K, labels_K)[0].mean()
-        decided_K = labels_K != 0.5
-        scores_K, good_K = scores_K[decided_K], labels_K[decided_K] > 0.5
-        accuracy = float(((scores_K > 0) == good_K).double().mean())
-        ranking, reliability = auc(scores_K, good_K), calibration(scores_K.double().sigmoid(), good_K)
-        measures = {"val/good": float(good_K.double().mean())}
-    else:
-        chosen_P, rejected_P = scored["chosen_P"], scored["rejected_P"]
-        loss = bradley_terry(chosen_P, rejected_P, margin_P=scored["margin_P"], center_coef=settings.center_coef)[0].mean()
-        accuracy, reliability = pair_accuracy(chosen_P, rejected_P), pair_calibration(chosen_P, rejected_P)
-        sides = torch.arange(2).repeat_interleave(len(chosen_P)) == 0
-        ranking = auc(torch.cat([chosen_P, rejected_P]), sides)
-        measures = {
-            "val/margin": float((chosen_P - rejected_P).double().mean()),
-            "val/score_mean": float(torch.cat([chosen_P, rejected_P]).double().mean()),
-        }
-    measured = {"val/loss": float(loss), "val/accuracy": accuracy, "val/auc": ranking}
-    measured |= {"val/calibration_error": reliability.error, "val/brier": reliability.brier} | measures
-    # Before the first update of a new head all scores are equal, and no pair has a preferred side.
-    return {name: value for name, value in measured.items() if value == value}
 
 
 # ---- the reference's log-probs -------------------------------------------------------------------------------------

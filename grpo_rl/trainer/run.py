@@ -19,7 +19,7 @@ from grpo_rl.telemetry.diagnosis.run_record import Finding
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.metrics.validation import validation_score
 from grpo_rl.telemetry.rollout_log import write_rollouts
-from grpo_rl.trainer.parts import Step, is_due
+from grpo_rl.trainer.parts import Step, Timer, is_due
 from grpo_rl.trainer.saving import Saving
 from grpo_rl.trainer.session import Schedule, Session
 from grpo_rl.types import Metrics
@@ -37,7 +37,7 @@ class RunLoop:
         self.config, self.roles, self.output = session.config, session.roles, session.output
         self.progress = session.progress
         self.progress.on_phase = self._phase
-        self.timeline = self.progress.timeline = session.output.timeline
+        self.timeline = session.output.timeline
         session.run_steps = self.steps
         self.total_steps = session.total_steps
         self.saving = Saving(self.config, self.roles, self.output)
@@ -102,10 +102,10 @@ class RunLoop:
             return
         with self.output.console.progress("training", self.total_steps, keep=False) as bar:
             self.progress.bar = bar
-            self.progress.done(self.step)
+            bar.advance(self.step, "")
             while self.step < self.total_steps and self.session.ended() is None:
                 yield from self._whole_step()
-                self.progress.done()
+                bar.advance(1, "")
                 self._answer_alarms()
                 bar.left(self._left_s())
             self.leave()
@@ -192,7 +192,7 @@ class RunLoop:
             metrics |= self.session.evaluate()
         saves = trainer.save_freq > 0 and (last or is_due(self.step, trainer.save_freq))
         if (saves | self._is_best(metrics)) and not self.saving.is_saved(self.step):
-            with (timer := self.progress.timer())("save"):
+            with (timer := Timer(self.progress))("save"):
                 self.saving.begin(self.step, self.state_dict())
             metrics |= timer.metrics()
         if not last:

@@ -30,8 +30,16 @@ from grpo_rl.trainer.metrics import (
     staleness_metrics,
     throughput,
 )
-from grpo_rl.trainer.parts import VALIDATION, Output, Roles, Step, training_sampling, validation_sampling
-from grpo_rl.trainer.progress import StepProgress, Timer, advancing
+from grpo_rl.trainer.parts import (
+    Output,
+    Roles,
+    Step,
+    StepProgress,
+    Timer,
+    advancing,
+    training_sampling,
+    validation_sampling,
+)
 from grpo_rl.trainer.replay import GroupReplay, PairReplay
 from grpo_rl.trainer.rows import Rows, with_kl
 from grpo_rl.trainer.sampled.sampler import Sampler
@@ -79,7 +87,7 @@ class Session:
         self.collected, self.code = collected or {}, code
         self.step = 0
         """The number of the current or last step; 0 before the first one."""
-        self.progress = StepProgress()
+        self.progress = StepProgress(output.timeline)
         self.state: dict[str, Any] = {}
         """What the loop needs to go on after a resume; a part of every checkpoint, as JSON."""
         self.run_steps: Callable[[], Iterator[Step]] = lambda: iter(())
@@ -120,7 +128,7 @@ class Session:
 
     def begin_step(self) -> None:
         """Forget the notes of the last step; the run calls it."""
-        self._timer: Timer = self.progress.timer()
+        self._timer = Timer(self.progress)
         self._metrics: Metrics = {}
         self.sampled: list[Rollout] = []
         """All rollouts that were scored in this step."""
@@ -131,7 +139,6 @@ class Session:
         self.sampler.begin_step()
         self._row_of: dict[str, int] = {}
         self._batch: Batch | None = None
-        self._rows_batch: Batch | None = None
         self._parts_of: Counts | None = None
         """The counts of the mini-batch whose gradient is adding up."""
         if self._flight is not None:
@@ -146,9 +153,11 @@ class Session:
             metrics = rollout_metrics(self.sampled) | metrics | {"trainer/epoch": float(self.selection.epoch)}
             metrics |= self._keep_rollouts()
         if self._batch is not None:
-            metrics |= batch_metrics(self._batch, self._timer)
-        if self._rows_batch is not None and self.rows is not None:
-            metrics |= {"trainer/epoch": float(self.rows.order.epoch)} | throughput(self._rows_batch, self._timer)
+            seconds = sum(self._timer.seconds.values())
+            if self.rows is None:
+                metrics |= batch_metrics(self._batch, seconds)
+            else:
+                metrics |= {"trainer/epoch": float(self.rows.order.epoch)} | throughput(self._batch, seconds)
         step.metrics = metrics | step.metrics | self._timer.metrics()
 
     def _keep_rollouts(self) -> Metrics:
@@ -358,7 +367,7 @@ class Session:
         if self.objective.needs_kl:
             with self._timer("kl"):
                 batch = with_kl(batch, self.actor)
-        self._rows_batch = batch
+        self._batch = batch
         return batch
 
     def logprobs(self, batch: Batch, of: Literal["old", "reference", "teacher"] | None = None) -> Batch:
@@ -367,12 +376,9 @@ class Session:
         None: those that the configuration needs. Raises ValueError for a role that it does not have.
         """
         if of is None:
-            names: list[Literal["old", "reference", "teacher"]] = [] if self.rows is not None else ["old"]
-            names += ["reference"] if self.roles.reference is not None else []
-            names += ["teacher"] if self.roles.teacher is not None else []
-            for name in names:
-                batch = self.logprobs(batch, name)
-            return batch
+            batch = batch if self.rows is not None else self.logprobs(batch, "old")
+            batch = batch if self.roles.reference is None else self.logprobs(batch, "reference")
+            return batch if self.roles.teacher is None else self.logprobs(batch, "teacher")
         if of == "old":
             with self._timer("old_logprobs"):
                 return self.actor.old_logprobs(batch)
@@ -449,7 +455,7 @@ class Session:
         return self._of_trained("optim_step", counts)
 
     def _check_advantages(self, verb: str) -> None:
-        if self._batch is None and self._rows_batch is None:
+        if self._batch is None:
             raise ValueError(f"{verb}() needs a batch that advantages() has returned in this step")
 
     def _of_trained(self, verb: Literal["update", "forward_backward", "optim_step"], *arguments: Any) -> Metrics:
@@ -506,22 +512,21 @@ class Session:
         Prompts are sampled as `val_kwargs` says, and their responses go to `val/step_N.jsonl`. In iterated training the reward of
         the rules is measured.
         """
-        metrics, timer = dict[str, float](), self.progress.timer()
+        metrics, timer, console = dict[str, float](), Timer(self.progress), self.output.console
         if self.rows is not None and self.rows.val_data is not None:
             with timer("testing"):
                 metrics |= self.rows.measure()
         if self.val_data is not None:
-            values = self.config.actor_rollout_ref.rollout.val_kwargs
+            n = self.config.actor_rollout_ref.rollout.val_kwargs.n
             prompts = [self.val_data.prompt(row, f"val-{row}") for row in range(len(self.val_data))]
-            num_responses, console = len(prompts) * values.n, self.output.console
-            with timer("testing"), console.progress("validating", num_responses, keep=False) as bar:
+            with timer("testing"), console.progress("validating", len(prompts) * n, keep=False) as bar:
                 if self.roles.actor is not None:
                     self.rollout.sync_weights(self.roles.actor)
-                sampling = validation_sampling(values, training_sampling(self.config, VALIDATION))
-                rollouts = self.rollout.generate(prompts, values.n, sampling, advancing(bar, self.rewarder.submit))
+                on_finish = advancing(bar, self.rewarder.submit)
+                rollouts = self.rollout.generate(prompts, n, validation_sampling(self.config), on_finish)
                 rollouts = by_rule(scored(self.rewarder, rollouts, console.warn))
             self.output.rollouts.write("val", self.step, rollouts)
-            metrics |= validation_metrics(rollouts, values.n)
+            metrics |= validation_metrics(rollouts, n)
         return metrics | timer.metrics()
 
     @property

@@ -8,12 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_rl.config.schema.tree import RewardModelTrainConfig
+from grpo_rl.algos.scoring_quality import pair_quality
 from grpo_rl.data.training_rows.pairs import Pair, pair_batch
-from grpo_rl.trainer.rows import quality, scored_rows
+from grpo_rl.trainer.rows import scored_rows
 from grpo_rl.types import Batch
-
-PAIRS = RewardModelTrainConfig(center_coef=0.1)
 
 
 class Rows(list[Pair]):
@@ -28,15 +26,15 @@ def column(*values: float) -> torch.Tensor:
 
 
 def test_the_quality_of_pairs_by_hand():
-    found = quality({"chosen_P": column(1.0, 0.0), "rejected_P": column(0.0, 2.0), "margin_P": column(0.0, 0.5)}, PAIRS)
+    measured = pair_quality(column(1.0, 0.0), column(0.0, 2.0), column(0.0, 0.5), center_coef=0.1)
     losses = [math.log1p(math.exp(-1.0)) + 0.1 * 1.0, math.log1p(math.exp(2.5)) + 0.1 * 4.0]
-    assert found["val/loss"] == pytest.approx(sum(losses) / 2)
-    assert found["val/accuracy"] == 0.5 and found["val/margin"] == -0.5
+    assert measured["loss"] == pytest.approx(sum(losses) / 2)
+    assert measured["accuracy"] == 0.5 and measured["margin"] == -0.5
     # Chosen 1 and 0 against rejected 0 and 2: one win, one tie, two losses.
-    assert found["val/auc"] == pytest.approx(1.5 / 4)
+    assert measured["auc"] == pytest.approx(1.5 / 4)
     sure = [1 / (1 + math.exp(-1.0)), 1 / (1 + math.exp(-2.0))]
-    assert found["val/brier"] == pytest.approx(((1 - sure[0]) ** 2 + sure[1] ** 2) / 2)
-    assert found["val/calibration_error"] == pytest.approx((1 - sure[0] + sure[1]) / 2)
+    assert measured["brier"] == pytest.approx(((1 - sure[0]) ** 2 + sure[1] ** 2) / 2)
+    assert measured["calibration_error"] == pytest.approx((1 - sure[0] + sure[1]) / 2)
 
 
 def test_all_rows_are_scored_in_their_order_whatever_the_batch():
