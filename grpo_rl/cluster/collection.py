@@ -50,8 +50,8 @@ SETTINGS, SUMMARY, TRAIN, PARTS = "settings.json", "summary.json", "train.jsonl"
 def collect(plan: Plan, session: RunSession) -> tuple[Path, Metrics]:
     """Return the file of the collected rows and their metrics; what is not there yet is sampled now.
 
-    `plan` is the plan of the whole run. A run that goes on from a checkpoint has trained on the rows that are
-    there: they stay. Raises DataError if nothing is left to train on.
+    A run that goes on from a checkpoint has trained on the rows that are there: they stay. Raises DataError
+    if nothing is left to train on.
     """
     run_dir, console, folder = session.run_dir, session.console, session.run_dir.collected
     if plan.resumes and (metrics := summary_of(folder)) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +37,18 @@ PROFILERS = {
 Answer = tuple[str | None, dict[str, PhaseMeasure]]
 
 
+@dataclass
 class RunInstruments:
-    def __init__(
-        self,
-        plan: Plan,
-        worker_groups: Sequence[WorkerGroup],
-        run_folder: Path,
-        say: Callable[[str], None],
-        expected: Metrics,
-    ) -> None:
-        self.config = plan.config
-        self.worker_groups = worker_groups
-        self.num_devices = sum(pool.nnodes * pool.devices_per_node for pool in plan.pools)
-        self.run_folder = run_folder
-        self.say = say
-        self.expected = expected
-        self._profiled: list[Worker] = []
+    plan: Plan
+    worker_groups: Sequence[WorkerGroup]
+    run_folder: Path
+    say: Callable[[str], None]
+    expected: Metrics
+    _profiled: Sequence[Worker] = ()
+
+    def __post_init__(self) -> None:
+        self.config = self.plan.config
+        self.num_devices = sum(pool.nnodes * pool.devices_per_node for pool in self.plan.pools)
 
     @property
     def folder(self) -> Path:

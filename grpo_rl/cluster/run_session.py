@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # these import torch, which loads beside Ray
     from grpo_rl.trainer.parts import Roles
 
 RAY_JOB, STOP_WAIT = "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_JOB_STOP_WAIT_TIME_S"
-"""Ray's variables: the one that every job has, and the seconds (3 if absent) from `ray job stop` to its SIGKILL."""
+"""Ray's variables: one that every job has, and the seconds (3 if absent) from `ray job stop` to SIGKILL."""
 TAKEN_DOWN_S = 20.0
 """A run that has ended may take so long to leave a cluster that is gone."""
 
@@ -182,9 +182,10 @@ def ends_the_run(plan: Plan, status: Status, run_dir: RunDir, console: Console) 
 
 
 def behind_ray(raised: BaseException) -> BaseException:
-    """Return the Preempted that a signal's handler raised in the middle of Ray's C++ part; any other error as it is.
+    """Return the Preempted that a signal's handler raised in the middle of Ray's C++ part; any other error as
+    it is.
 
-    It comes out as the cause of a SystemError, and once more of that if another signal follows at once.
+    It comes out as the cause of a SystemError, once more so if another signal follows.
     """
     error: BaseException | None = raised
     while isinstance(error, SystemError):

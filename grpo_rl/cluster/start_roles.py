@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -41,31 +41,26 @@ would choose its way of adding up by message size and topology.
 Started = tuple[WorkerGroup, list[ray.ObjectRef]]
 
 
+@dataclass(eq=False)
 class Cluster:
-    def __init__(
-        self,
-        plan: Plan,
-        model_path: str,
-        reward_model_path: str,
-        log_dir: Path,
-        console: Console,
-        recoveries: Recoveries | None = None,
-    ) -> None:
-        self.plan = plan
-        self.config = plan.config
-        self.model_path = model_path
-        """The policy's folder on this machine, which an embedded model has only once it is made."""
-        self.reward_model_path = reward_model_path
-        self.log_dir = log_dir
-        self.console = console
+    plan: Plan
+    model_path: str
+    """The policy's folder on this machine, which an embedded model has only once it is made."""
+    reward_model_path: str
+    log_dir: Path
+    console: Console
+    recoveries: Recoveries | None = None
+
+    def __post_init__(self) -> None:
+        self.config = self.plan.config
         self.worker_groups: list[WorkerGroup] = []
         self.functions: FunctionPool | None = None
         self.pools: dict[str, Pool] = {}
         self.on_shutdown: list[Callable[[], None]] = []
         self.on_engines: Callable[..., None] = lambda **fields: None
         """Called with `engines` and `workers` of status.json when engines have joined or left."""
-        recoveries = recoveries or Recoveries(plan.config.trainer, console.warn)
-        self.supervisor = Supervisor(plan.config.trainer, recoveries)
+        recoveries = self.recoveries or Recoveries(self.config.trainer, self.console.warn)
+        self.supervisor = Supervisor(self.config.trainer, recoveries)
 
     def pool(self, name: str) -> Pool:
         """Return the devices of this pool, which are reserved by the first call."""
@@ -237,13 +232,12 @@ def start_roles(
     episodes: EpisodeSetup | None = None,
     functions: FunctionSpec | None = None,
 ) -> tuple[Roles, WorkerGroup | None]:
-    """Start the roles of the plan; return them, and the processes of a reward model. With `episodes` the
-    rollout role plays these. `functions` run on every node.
+    """Start the roles of the plan; return them, and the processes of a reward model.
 
-    `plan` has the number of steps, which the data decides. Processes start beside each other, and so does
-    what is built in them, except for engines on the GPUs of others: vLLM sizes its cache by what is free on
-    the device, and takes every change meanwhile for its own (`gpu_worker.determine_available_memory`). So
-    engines are built alone, give their memory back if they can, and ranks come after.
+    With `episodes` the rollout role plays these. `functions` run on every node. Processes start beside each
+    other, but engines on the GPUs of others are built alone: vLLM sizes its cache by what is free on the
+    device, and takes every change meanwhile for its own (`gpu_worker.determine_available_memory`). They give
+    their memory back if they can, and ranks come after.
     """
     engine_spec = None if plan.engine is None else replace(plan.engine, model_path=cluster.model_path)
     for planned in plan.pools:

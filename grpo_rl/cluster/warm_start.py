@@ -34,9 +34,10 @@ COMPLETE = "warm_start.json"
 
 
 def unstarted_folder(name: str, warm: Path | None = None) -> str:
-    """Return a folder with the embedded model as it was initialised, beside `warm`, by default the one in the cache.
+    """Return a folder with the embedded model as it was initialised, beside `warm`; of any other model, its
+    own.
 
-    Its tokenizer and config are those of the warm one. The folder of any other model is returned as it is.
+    Its tokenizer and config are those of the warm one.
     """
     if not name.startswith(builtin.PREFIX):
         return name
@@ -47,9 +48,9 @@ def unstarted_folder(name: str, warm: Path | None = None) -> str:
 
 
 def ready_folder(path: str, machine: Machine, log_dir: Path, console: Console) -> str:
-    """Return the folder of a model: that of an embedded one, warm-started, or the path of any other as it is.
+    """Return the folder of an embedded model, warm-started, or the path of any other as it is.
 
-    On a cluster that is `models/` in the run's folder, which holds `log_dir`: other machines may have another home.
+    On a cluster that is `models/` in the run's folder: other machines may have another home.
     """
     if not path.startswith(builtin.PREFIX):
         return path
@@ -93,7 +94,7 @@ def _train(name: str, warm: Path, machine: Machine, log_dir: Path, console: Cons
 
 
 def _fit(actor: Actor, demonstrations: Sequence[Demonstration], spec: builtin.WarmStart) -> Iterator[Metrics]:
-    """Yield the metrics of each step on batches that are drawn in a new seeded order every epoch, without a run around them.
+    """Yield the metrics of each step on batches that are drawn in a new seeded order every epoch.
 
     Rows left over at the end of an epoch open the next batch, which may be larger than the data.
     """

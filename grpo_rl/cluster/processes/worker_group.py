@@ -60,10 +60,7 @@ class RemoteError(Exception):
 
     def __init__(self, kind: str, message: str, trace: str, user_error: bool) -> None:
         super().__init__(kind, message, trace, user_error)
-        self.kind = kind
-        self.message = message
-        self.trace = trace
-        self.user_error = user_error
+        self.kind, self.message, self.trace, self.user_error = kind, message, trace, user_error
 
     def __str__(self) -> str:
         return self.message if self.user_error else f"{self.kind}: {self.message}"
@@ -135,7 +132,7 @@ class WorkerHost:
         return None if activity is None else activity()
 
     def doing(self) -> list[Doing]:
-        """Return each call at work with its seconds and stack; then the worker's own thread, and the children."""
+        """Return each call at work with its seconds and stack; then the worker's own thread, and children."""
         current_time = time.monotonic()
         active_calls = [
             (method, current_time - began, stack_of(thread)) for thread, (method, began) in list(self._calls.items())
@@ -380,8 +377,8 @@ class Worker:
 class WorkerGroup:
     """All processes of a role, in rank order.
 
-    A process that has died or does not answer makes a call fail with WorkerFailed. For ranks, which work in
-    step, that ends the group: `main.py` starts the run's processes again, from the newest checkpoint.
+    A process that died or does not answer makes a call fail with WorkerFailed: for ranks, the end of the
+    group.
     """
 
     def __init__(
@@ -512,8 +509,7 @@ def settle(
 ) -> dict[Worker, Any]:
     """Return the results of those workers that have one; `on_loss` is called for each that failed for good.
 
-    For workers that do not work in step. Raises what `fetch` raises for a failure that a new process would
-    not mend.
+    Raises what `fetch` raises for a failure that a new process would not mend.
     """
     by_ref = {ref: worker for worker, ref in calls.items()}
     results: dict[Worker, Any] = {}
@@ -554,8 +550,7 @@ def _death_among(by_ref: dict[ray.ObjectRef, Worker], pending: list[ray.ObjectRe
 
 
 def end_workers(workers: Sequence[Worker]) -> None:
-    """End these processes and all below them in the way that Ray expects: to Ray, a worker that is only
-    killed has crashed.
+    """End these processes and all below them; to Ray, a worker that is only killed has crashed.
 
     Children are looked up before: without their parent they are like any other process.
     """
@@ -594,8 +589,7 @@ def kill_process(pid: int, address: str) -> None:
 def kill_worker(pid: int) -> None:
     """Kill a worker of this node with all below it, and remove what its engine has left in shared memory.
 
-    Python's trackers of shared memory are left to remove what the others leave there, and end with the last
-    of them.
+    Python's trackers of shared memory are left to remove what the others leave there.
     """
     kill_tree(pid, title=TITLE, spares=is_tracker)
     folder = own_folder(pid)

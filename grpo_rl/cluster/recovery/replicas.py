@@ -235,7 +235,8 @@ class Replicas:
     # ---- others join and leave ---------------------------------------------------------------------------
 
     def resize(self, change: int, node: str | None = None) -> str:
-        """Let so many replicas join, on this node of Ray's if one is named, or leave if it is below 0; say what will happen.
+        """Let so many replicas join, on this node of Ray's if one is named, or leave if below 0; say what
+        will happen.
 
         Raises ConfigError if there would be too many or too few.
         """
@@ -289,7 +290,6 @@ class EngineOrders(threading.Thread):
     """
 
     def __init__(self, replicas: Replicas, elastic: Elastic, file: Path, tell: Callable[[dict[str, Any]], None]) -> None:
-        """`file` has one order a line; those that are there already were for an earlier start."""
         super().__init__(name="engine orders", daemon=True)
         self._replicas, self._elastic, self._file, self._tell = replicas, elastic, file, tell
         self._read = len(self._content())

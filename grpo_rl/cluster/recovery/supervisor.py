@@ -93,9 +93,10 @@ class Recoveries:
 def verdict(
     silent_s: float, activity: tuple[str, float, float | None] | None, heartbeat_s: float, first_s: float
 ) -> str | None:
-    """Return why a worker is given up, from its last sign of life and what it reported with that; None: it is well.
+    """Return why a worker is given up, from its last sign of life and what it reported with that; None: it is
+    well.
 
-    `first_s` is how long something may take of which no longest time is reported: it was never done before, or can compile.
+    `first_s` is how long something may take that was never done before, or can compile.
     """
     limit_s = MISSED_BEATS * heartbeat_s
     if silent_s > limit_s:
@@ -224,12 +225,10 @@ ANSWER_S = 2.0
 
 
 class StuckReport(threading.Thread):
-    """Watches how long each phase of a step takes, and reports once what each process is doing if one passes
-    its deadline.
+    """Reports once what each process is doing if a phase of a step passes its deadline.
 
     The deadline is `trainer.stuck_s`; without one, ten times the longest that the phase ever took, at least a
-    minute. If it was never done before, it is half of the shortest time after which something would be given
-    up.
+    minute; of a new phase, half of the shortest time after which something would be given up.
     """
 
     def __init__(

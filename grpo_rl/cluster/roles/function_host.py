@@ -1,9 +1,4 @@
-"""The process on each node that keeps the node's reward and environment processes, without torch.
-
-Functions of a user's run in its children, never in it: a child is killed at a deadline and replaced within
-half a second, its memory has a limit that would end Ray's own threads, and what it answers is read as plain
-data.
-"""
+"""The process on each node that keeps its reward and environment processes (docs/design.md, section 7)."""
 
 from __future__ import annotations
 
@@ -121,7 +116,6 @@ class FunctionHost:
         self._services[service].put(batch)
 
     def take(self, wait_s: float) -> list[Event]:
-        """Return everything that has happened since the last call, after up to `wait_s` for the first of it."""
         events: list[Event] = []
         with contextlib.suppress(queue.Empty):
             events.append(self._events.get(timeout=wait_s))

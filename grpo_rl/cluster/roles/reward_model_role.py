@@ -40,6 +40,7 @@ class _Job:
     place: int = 0
 
 
+@dataclass(eq=False)
 class RewardModelRole:
     """The `rewards.combined.ModelReward` whose work is done by the reward model's ranks.
 
@@ -48,23 +49,14 @@ class RewardModelRole:
     """
 
     name = REWARD_MODEL
+    worker_group: WorkerGroup
+    renderer: ScorableRenderer
+    weight: float
+    pass_tokens: int
+    max_length: int
+    vocab_size: int | None = None
 
-    def __init__(
-        self,
-        worker_group: WorkerGroup,
-        renderer: ScorableRenderer,
-        *,
-        weight: float,
-        pass_tokens: int,
-        max_length: int,
-        vocab_size: int | None = None,
-    ) -> None:
-        self.worker_group = worker_group
-        self.renderer = renderer
-        self.weight = weight
-        self.pass_tokens = pass_tokens
-        self.max_length = max_length
-        self.vocab_size = vocab_size
+    def __post_init__(self) -> None:
         self._jobs: dict[tuple[str, int], _Job] = {}
         self._queue: list[_Job] = []
         self._queued_tokens = 0

@@ -129,9 +129,8 @@ class Transfer:
     def run(self, engines: list[Worker], on_loss: OnLoss) -> int:
         """Send every tensor to every engine; return the number of bytes of one copy, 0 if no engine is left.
 
-        The caller has the engines begin the update before and finish it after. `on_loss` is called with each
-        that failed, and takes it out of `engines`. Raises WeightTransferError, naming the tensors, if an
-        engine received something else than what was sent.
+        `on_loss` is called with each engine that failed, and takes it out of `engines`. Raises
+        WeightTransferError, naming the tensors, if an engine received something else than what was sent.
         """
         num_bytes = sum(self.actors.call("begin_weight_sync")[:1])
         if self.backend == "nccl" and self._connected != (self.actors.workers[0], *engines):
@@ -214,8 +213,8 @@ class ReplicaPool(RequestPool):
     """protocols.RolloutPool over engine replicas in processes of their own. It is used from one thread.
 
     Replicas may die or freeze at any time (`Replicas`): what they had not answered is asked of others, with
-    the same seeds, and a new one serves as soon as it has the current weights. Replicas sample on while the
-    controller does other things; they get more when the pool is called.
+    the same seeds. They sample on while the controller does other things, and get more when the pool is
+    called.
     """
 
     def __init__(
@@ -242,9 +241,9 @@ class ReplicaPool(RequestPool):
     def sync_weights(self, actor: ActorRole) -> Metrics:
         """Bring every replica to the actor's weights; nothing moves if they are already there.
 
-        Unfinished requests go on with the new weights if the engines can take weights between two steps;
-        other engines first end what they have begun and begin nothing meanwhile. A replica that fails on the
-        way is replaced; only those that have all tensors serve.
+        Unfinished requests go on with the new weights if the engines take weights between two steps; other
+        engines first end what they have begun. A replica that fails on the way is replaced; only those with
+        all tensors serve.
         """
         self._actor = actor
         self.replicas.let_go()
@@ -261,12 +260,11 @@ class ReplicaPool(RequestPool):
 
     @contextmanager
     def keep_weights(self) -> Iterator[None]:
-        """Ask nothing of the actor inside of this context: another thread works with it. Replicas that come
-        back wait.
+        """Ask nothing of the actor inside of this context: another thread works with it.
 
-        Ranks that train would answer a weight transfer afterwards, with newer weights than the version under
-        which the others serve; and calls of two threads could reach the ranks in different orders, each of
-        which then waits in another collective.
+        Ranks that train would answer a transfer with weights newer than the version under which the others
+        serve; and calls of two threads could reach ranks in different orders, each of which then waits in
+        another collective.
         """
         self._keeps_weights = True
         try:

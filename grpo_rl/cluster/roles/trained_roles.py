@@ -65,8 +65,7 @@ class Dispatched:
         """Assign the rollouts to ranks, so that each of the mini-batches is even over them, and store each
         rank's shard.
 
-        If the rule shares prompts, a group's rollouts go to one rank, as far as the ranks stay even. Ranks
-        that compute a pass together get one shard for all of them.
+        If the rule shares prompts, a group's rollouts go to one rank, as far as the ranks stay even.
         """
         lengths, prompts = batch.sequence_lengths_N.tolist(), _prompts(batch, rule)
         num_shards = len(ranks) // rule.sequence_ranks
@@ -100,7 +99,7 @@ class Dispatched:
         return [[tuple(row[index] for index in indices) for indices in rank] for rank in cut]
 
     def compute(self, rule: MicroBatchRule, method: str, names: Mapping[str, str], *arguments: Any) -> dict[str, RemoteColumn]:
-        """Return columns that ranks compute over the batch: `names` maps them to names in the results of `method`."""
+        """Return columns that ranks compute over the batch: `names` maps them to those of the results."""
         lengths_N = self.batch.trained_lengths_N
         planned = self.micro_batches((lengths_N > 0).nonzero()[:, 0].tolist(), rule)
         orders = [[shard[row] for rows in rank for row in rows] for shard, rank in zip(self.shards, planned, strict=True)]
@@ -123,11 +122,11 @@ class Dispatched:
         """Have all ranks take one optimizer step per mini-batch; return their statistics as metrics of their
         role.
 
-        `batch` is the one that was dispatched, with the columns `names` that the update reads beside those of
-        the shard. `selected` has, for each mini-batch, a bool for every trained token of the batch. The
-        rollouts of `zero_advantage_N` get micro-batches of their own, without a backward pass. All ranks have
-        equally many of either kind, because FSDP's collectives differ. With `whole` the ranks take no step
-        and only add up the gradient of the one mini-batch, which is a part of a step with these counts.
+        `names` are the columns that the update reads beside those of the shard. `selected` has, for each
+        mini-batch, a bool for every trained token of the batch. The rollouts of `zero_advantage_N` get
+        micro-batches of their own, without a backward pass. All ranks have equally many of either kind,
+        because FSDP's collectives differ. With `whole` the ranks only add up the gradient of the one
+        mini-batch, a part of a step with these counts.
         """
         forward_only = [False] * batch.num_rollouts if zero_advantage_N is None else zero_advantage_N.tolist()
         alive_N = (batch.trained_lengths_N > 0).tolist()

@@ -1,12 +1,10 @@
-"""The launcher: the process that a user started, whose only child is the run's controller.
+"""The launcher: the process that a user started, whose only child is the run's controller (docs/design.md,
+section 7).
 
-It passes signals on, says how the controller ended if that could not (Ray ends a process whose raylet has
-gone, the kernel one that takes too much memory), and ends and removes what is left. All processes of a
-session inherit GRPO_SESSION with the session's token, and are found by it whatever group or parent they have;
-the forked controller shows no such variable. If the launcher is killed, the controller gets SIGTERM.
-
-A process that was not launched (a test, a notebook) has `python launcher.py TOKEN FOLDER PID` beside it,
-which waits for its end and cleans up: this file imports Python's library alone.
+All processes of a session inherit GRPO_SESSION with the session's token, and are found by it whatever group
+or parent they have; the forked controller shows no such variable. A process that was not launched (a test, a
+notebook) has `python launcher.py TOKEN FOLDER PID` beside it, which waits for its end and cleans up: this
+file imports Python's library alone.
 """
 
 from __future__ import annotations

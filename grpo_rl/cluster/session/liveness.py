@@ -1,8 +1,6 @@
 """The check that the Ray cluster is there, before Ray connects and while a run uses it, and access to it.
 
-If nothing listens Ray waits for a minute, in silence, and a driver whose raylet has gone never ends. So a
-thread connects to head and raylet every LOOK_S; one that takes no connection for longer than a patience is
-lost.
+If nothing listens Ray waits for a minute, in silence, and a driver whose raylet has gone never ends.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,9 +32,9 @@ _HOST_PORT = re.compile(r"(?:ray://)?\[?([^\[\]/]+?)\]?:(\d+)$")
 
 
 def refuse_unreachable(address: str) -> None:
-    """Raise ClusterError if nothing listens at `address`, or what does asks for another token: Ray itself would try for 20 s.
+    """Raise ClusterError if nothing listens at `address`, or what does asks for another token.
 
-    Words such as `auto` are for Ray to look up.
+    Ray itself would try for 20 s. Words such as `auto` are for Ray to look up.
     """
     match = _HOST_PORT.match(address)
     if match is None:
@@ -49,6 +47,22 @@ def refuse_unreachable(address: str) -> None:
         )
     if refuses_our_token(f"{match[1]}:{match[2]}"):
         raise wrong_token(f"the cluster at {address}")
+
+
+def refuse_raylet_of_others(address: str) -> None:
+    """Raise ClusterError if another user started this machine's raylet: Ray aborts a process that connects."""
+    raylets = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            options = dict(word.partition("=")[::2] for word in file.read_bytes().decode(errors="replace").split("\0"))
+            head = options.get("--gcs-address", "")
+            if "--raylet_socket_name" in options and (":" not in address or head.endswith(address[address.rindex(":") :])):
+                raylets.append((options["--raylet_socket_name"], file.stat().st_uid))
+    if raylets and not any(os.access(socket_path, os.W_OK) for socket_path, _ in raylets):
+        raise ClusterError(
+            f"the Ray of the cluster at {address} on this machine is another user's (uid {raylets[0][1]}), and lets nobody "
+            "else connect: submit the run as a job, which runs as that user (scripts/submit.sh, ray job submit)"
+        )
 
 
 def why_not_connected(address: str | None, error: Exception) -> ClusterError:
@@ -137,7 +151,6 @@ class ClusterWatch(threading.Thread):
 
 
 def is_only_on_loopback(address: str) -> bool:
-    """Return whether a cluster's head at `address`, HOST:PORT, answers on this machine's loopback and nowhere else."""
     host, _, port = address.rpartition(":")
     if host not in ("127.0.0.1", "localhost") or not port.isdigit():
         return False
@@ -161,7 +174,6 @@ _METHOD = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 
 
 def _refusal(address: str, headers: Mapping[str, str]) -> Any:
-    """Return grpc's code of the answer to a harmless question with these headers; None: it answers."""
     import grpc
 
     with grpc.insecure_channel(address) as channel:

@@ -55,8 +55,8 @@ def set_environment(address: str | None = None) -> None:
     """Set what Ray reads from the environment when it is imported, for a cluster at `address` or a local one.
 
     A local Ray stays on the loopback and gets a token, unless the user has named one or switched it off: the
-    one that Ray would write to ~/.ray/auth_token is for all of the user's clusters, and may be readable to
-    others, who could run code with it. Raises ClusterError if Ray was imported before.
+    one that Ray would write to ~/.ray/auth_token may be readable to others. Raises ClusterError if Ray was
+    imported.
     """
     global _is_set
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -92,11 +92,9 @@ def connecting(
     *,
     alone: bool = False,
 ) -> Iterator[Connection]:
-    """Connect to Ray beside whatever the caller does meanwhile, and leave it again. `Connection.connected`
-    waits for it.
+    """Connect to Ray beside whatever the caller does meanwhile, and leave it again.
 
-    A local Ray has no dashboard, and nothing of it outlives this process by more than seconds, however that
-    ends. The file `record` lists what belongs to the session. `on_lost` is called in another thread, with the
+    The file `record` lists what belongs to the session. `on_lost` is called in another thread, with the
     cause, if the cluster has gone. `alone`: only one worker computes. What `ray start` prints goes to the
     file `log`.
     """
@@ -166,6 +164,7 @@ class Connection(threading.Thread):
     def _connect(self) -> None:
         if self._address:
             liveness.refuse_unreachable(self._address)
+            liveness.refuse_raylet_of_others(self._address)
         address = self._address or self._start()
         import ray
 
@@ -321,7 +320,7 @@ def store_bytes(free: float, total: float, shared: float) -> int:
     """Return the size of the object store if `free` bytes of memory and `shared` bytes of /dev/shm are free.
 
     The store takes memory only for what is in it. What has no room is written to disk; a step over 65 million
-    tokens is 0.8 GB of ids and log-probs alone. If /dev/shm is small, Ray puts the store into files.
+    tokens is 0.8 GB. If /dev/shm is small, Ray puts the store into files.
     """
     max_bytes = min(0.3 * min(free, total), 0.8 * shared)
     return max(LEAST_STORE_BYTES, int(max_bytes))
