@@ -18,7 +18,6 @@ from pathlib import Path
 from types import TracebackType
 
 COLUMNS, LINES = 160, 60
-CTRL_C = b"\x03"
 _ESCAPE = re.compile(r"\x1b\[(\??[0-9;]*)([A-Za-z])|\x1b[()][A-Z0-9]")
 
 

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -218,6 +219,10 @@ def leftovers(session: dict[str, Any]) -> Iterator[str]:
 
 
 def shared_memory() -> set[str]:
-    """Names in /dev/shm that Python, torch, Ray and vLLM give; other programs may come and go there."""
+    """Names in /dev/shm that Python, torch, Ray and vLLM give, and that no process has mapped: others may use theirs meanwhile."""
     kinds = ("psm_*", "sem.*", "torch_*", "plasma*", "vllm_*")
-    return {path.name for kind in kinds for path in Path("/dev/shm").glob(kind)}
+    names = {path.name for kind in kinds for path in Path("/dev/shm").glob(kind)}
+    for maps in Path("/proc").glob("[0-9]*/maps") if names else ():
+        with contextlib.suppress(OSError):
+            names.difference_update(re.findall(r" /dev/shm/(\S+)$", maps.read_text(), re.MULTILINE))
+    return names

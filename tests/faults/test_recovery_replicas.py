@@ -185,10 +185,15 @@ def test_a_stopped_replica_is_named_with_what_all_others_do_before_it_is_given_u
     status.update(step=3, phase="gen")
     ground, supervisor = scene.ground, scene.ground.supervisors[0]
     report = StuckReport(TrainerConfig(), status, ground.worker_groups, said.append)
-    supervisor.before_kill = report.report
-    victim = scene.pool.replicas.serving[0]
+    victim, other = scene.pool.replicas.serving
+
+    def report_and_go_on(why: str) -> None:
+        report.report(why)
+        wait_all([other], [other.call("let_step")], START_S, "let_step")
+
+    supervisor.before_kill = report_and_go_on
     try:
-        scene.arm(scene.pool.replicas.serving[1], "rollout.step:delay=8@n=3")
+        wait_all([other], [other.call("block_step")], START_S, "block_step")
         os.kill(victim.pid, signal.SIGSTOP)
         scene.generate()
         scene.wait_until_all_serve()
@@ -233,7 +238,7 @@ def test_a_replica_that_always_dies_ends_the_run_with_every_cause(scene: Any):
     def kill_the_only_one() -> None:
         pid = pool.replicas.worker_group.workers[0].pid
         os.kill(pid, signal.SIGKILL)
-        until(lambda: state(pid) == "has ended", 5.0, "it is dead")
+        until(lambda: state(pid) == "has ended", NOTICED_S, "it is dead")
 
     kill_the_only_one()
     assert len(pool.generate(prompts, 1, sampling)) == 1, "by its replacement"

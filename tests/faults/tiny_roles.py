@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +23,9 @@ from grpo_rl.workers.rollout import RolloutWorker
 
 NAMES = ("first", "second", "third")
 """The tensors of the model, one bucket each."""
+MAY_STEP = threading.Event()
+"""The steps of the engine of this process wait for it."""
+MAY_STEP.set()
 NO_MODEL = str(Path(__file__).parent)
 """A folder without a tokenizer: responses have no text."""
 
@@ -36,6 +42,8 @@ class TinyEngine:
         self.seconds = seconds_per_step
         self.updates_in_flight = updates_in_flight
         self.weights = dict.fromkeys(NAMES, 0)
+        self.most_tokens = math.inf
+        """The number of tokens at which a request waits."""
         self.running: dict[str, tuple[Request, list[int], list[int]]] = {}
         """Each request with its tokens, and their versions."""
         self.update = WeightUpdate(dict.fromkeys(NAMES, ()), in_flight=updates_in_flight)
@@ -53,9 +61,12 @@ class TinyEngine:
         self.running |= {request.request_id: (request, [], []) for request in requests}
 
     def step(self) -> list[Completion]:
+        MAY_STEP.wait()
         time.sleep(self.seconds)
         ended = []
         for request, tokens, versions in list(self.running.values()):
+            if len(tokens) >= self.most_tokens:
+                continue
             seed = request.sampling.seed or 0
             tokens.append(token(int(request.prompt_ids[0]), seed, len(tokens), list(self.weights.values())))
             versions.append(self.weight_version)
@@ -83,13 +94,30 @@ class TinyEngine:
 
 
 class TinyRollout(RolloutWorker):
-    """A rollout worker, with faults that can be armed while it runs."""
+    """A rollout worker, with faults that can be armed while it runs, and requests that can be made to wait."""
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec, start_timeout_s=60.0, call_timeout_s=600.0)
 
     def arm(self, spec: str) -> None:
         faults.arm(spec)
+
+    def block_step(self) -> None:
+        MAY_STEP.clear()
+
+    def let_step(self) -> None:
+        MAY_STEP.set()
+
+    def hold(self, most_tokens: float) -> None:
+        self._call("hold", lambda engine: setattr(engine, "most_tokens", most_tokens))
+
+    def are_held(self) -> bool:
+        """Return whether there are requests, each of which waits."""
+
+        def look(engine: Any) -> bool:
+            return bool(engine.running) and all(len(tokens) == engine.most_tokens for _, tokens, _ in engine.running.values())
+
+        return self._call("are_held", look)
 
 
 class TinyActor:

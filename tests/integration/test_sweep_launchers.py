@@ -59,9 +59,8 @@ def test_a_launcher_gives_the_metrics_of_the_basic_one(tmp_path: Path, launcher:
 
 def test_a_signal_to_a_sweep_saves_the_run_starts_no_other_and_the_same_command_goes_on(tmp_path: Path) -> None:
     words = command(tmp_path, "seed=1,2", "trainer.experiment_name=s")
-    sweep = subprocess.Popen(
-        words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=dict(os.environ)
-    )
+    waits = os.environ | {"GRPO_FAULT": "driver.response:delay=200@step=2,count=1"}
+    sweep = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=waits)
     metrics = tmp_path / "s/seed=1/metrics.jsonl"
     deadline = time.monotonic() + 240
     while not (metrics.is_file() and metrics.read_text()) and time.monotonic() < deadline:

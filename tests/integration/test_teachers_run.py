@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from test_commands import TAUGHT, TEACHERS
-from whole_runs import REWARD, Run, arithmetic
+from whole_runs import Run, arithmetic, without_ray
 
-from grpo_rl import testing
 from grpo_rl.models import builtin
 from grpo_rl.schedules import asynchronous, offline, sync
 
@@ -34,23 +32,19 @@ WORDS = [
 @pytest.fixture
 def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
-    Path("my_reward.py").write_text(REWARD)
     student, teacher = (builtin.build(name, tmp_path / name) for name in ("arithmetic_half", "arithmetic"))
     return arithmetic(student, *WORDS, f"{TEACHERS}.other.model_path={teacher}")
 
 
 def train(loop: Any, name: str, *words: str) -> Run:
-    with testing.session(*words, f"trainer.experiment_name={name}", folder="runs") as session:
-        loop(session)
-        session.actor.export(session.output.run_dir.path / f"model_{session.step}")
-        return Run(session.output.run_dir.path, "")
+    return without_ray(loop, Path.cwd(), name, *words)
 
 
 def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(words: list[str]) -> None:
     whole = train(sync.train, "whole", *words, "trainer.total_training_steps=3")
     train(sync.train, "parts", *words, "trainer.total_training_steps=2")
     parts = train(sync.train, "parts", *words, "trainer.total_training_steps=3")
-    mine, theirs = (load_file(run.path / "model_3" / "model.safetensors") for run in (whole, parts))
+    mine, theirs = (run.weights() for run in (whole, parts))
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
     assert whole.steps[3]["actor/distillation_loss"] == parts.steps[3]["actor/distillation_loss"]
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from grpo_rl import testing
 from grpo_rl.cluster.session.liveness import KNOWS_TOKENS
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rollout_log import read_rollouts
@@ -67,6 +70,18 @@ def train(folder: Path, name: str, *words: str, exit_code: int = 0) -> Run:
     run = Run(folder / "runs" / name, done.stdout if exit_code == 0 else done.stdout + done.stderr)
     assert done.returncode == exit_code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}\n{_log_tails(run.path)}"
     return run
+
+
+def without_ray(loop: Callable[[Any], None], folder: Path, name: str, *words: str) -> Run:
+    """The run of these words with its roles in this process, whose bits are those of the command (test_sessions.py)."""
+    (folder / "my_reward.py").write_text(REWARD)
+    with (
+        contextlib.chdir(folder),
+        testing.session(*words, f"trainer.experiment_name={name}", folder=folder / "runs") as session,
+    ):
+        loop(session)
+        session.actor.export(session.output.run_dir.model)
+        return Run(session.output.run_dir.path, "")
 
 
 def command(run: Run, *words: str, typed: str | None = None) -> tuple[str, str]:

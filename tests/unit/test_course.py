@@ -86,7 +86,7 @@ def test_a_cluster_that_is_lost_ends_a_run_and_changes_nothing_about_one_that_ha
 ) -> None:
     process = FORK.Process(target=lose_the_cluster, args=(tmp_path, when))
     process.start()
-    process.join(60)
+    process.join(120)
     said = (tmp_path / "stderr").read_text()
     assert process.exitcode == code, said
     assert json.loads((tmp_path / "lost" / "status.json").read_text())["state"] == state

@@ -35,7 +35,6 @@ _MODULE = re.compile(r"python -m (grpo_rl\.[\w.]+)(?P<words>[^`]*)")
 _SPAN = re.compile(r"`([^`\n]+)`")
 _SETTING = re.compile(r"[+~]*(?P<key>[a-z_]+(?:\.\w+)+)=(?P<value>[^\s|]+)")
 _FILE_KEYS = ("data.train_files", "data.val_files", "data.val_prompt_files")
-_NO_MODELS = ("actor_rollout_ref.model.path", "critic.model.path")
 
 
 def blocks(page: Path) -> Iterator[str]:

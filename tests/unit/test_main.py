@@ -133,7 +133,7 @@ def test_the_command_runs_from_any_folder_and_refuses_a_misspelt_key_without_loa
     [
         ("--help", "| true", 0),
         ("--version", ">&-", 0),
-        ("trainer.dry_run=true trainer.device=cpu", "> /dev/full", 0),
+        ("--cfg job", "> /dev/full", 0),
         ("trainer.save_frq=1", "2>&1 | true", 2),
     ],
 )

@@ -53,7 +53,7 @@ def ended(run_dir: RunDir, error: BaseException | None = None) -> None:
 
 def test_the_package_loads_nothing_before_a_name_is_used() -> None:
     program = "import sys, grpo_rl; print(len([m for m in sys.modules if m.startswith('grpo_rl.')]), grpo_rl.Run.__name__)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=240)
     assert done.stdout.split() == ["0", "Run"]
     assert {"Run", "train"} <= set(dir(grpo_rl))
     with pytest.raises(AttributeError, match="no attribute 'tran'"):
@@ -102,7 +102,7 @@ def test_the_state_says_how_a_run_ended_and_finds_one_whose_process_is_gone(tmp_
         assert grpo_rl.Run(run_dir.path).state == state
     run_dir = write_run(tmp_path, "e")
     program = f"from pathlib import Path; from grpo_rl.telemetry.status import Status; import os, time\ns = Status(Path({str(run_dir.status_file)!r}))\nwhile not s.path.exists(): time.sleep(0.01)\nos._exit(9)"
-    subprocess.run([sys.executable, "-c", program], timeout=60)
+    subprocess.run([sys.executable, "-c", program], timeout=240)
     assert grpo_rl.Run(run_dir.path).state == "lost"
     (run_dir.status_file).write_text(run_dir.status_file.read_text().replace('"pid": ', f'"pid": {os.getpid()}, "was": '))
     run = grpo_rl.Run(run_dir.path)

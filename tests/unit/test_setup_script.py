@@ -27,7 +27,7 @@ def test_a_missing_libnuma_is_said_with_its_remedies_before_anything_is_download
     python.chmod(0o755)
     environment = os.environ | {"PYTHON": str(python), "GRPO_RL_DEVICE": "cpu"}
     done = subprocess.run(
-        ["bash", "scripts/setup.sh"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+        ["bash", "scripts/setup.sh"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 1
     for words in ("libnuma.so.1 is missing", "sudo apt-get install libnuma1", "dnf install numactl-libs", "LD_LIBRARY_PATH"):

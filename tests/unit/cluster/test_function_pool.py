@@ -97,8 +97,11 @@ def rollouts(number: int, seconds: float) -> list[Rollout]:
 
 
 def test_many_responses_go_in_few_calls_and_no_host_has_more_than_its_room(tmp_path: Path, nodes: list[Node]) -> None:
-    runner = runner_of(tmp_path, nodes)
-    assert [one.reward for one in runner.wait(rollouts(2000, 0.0))] == list(range(2000))
+    runner, scored = runner_of(tmp_path, nodes), rollouts(2000, 0.0)
+    with nodes[0].client._lock:  # nothing is sent before all are there
+        for rollout in scored:
+            runner.submit(rollout)
+    assert [rollout.reward for rollout in runner.wait(scored)] == list(range(2000))
     calls = nodes[0].calls + nodes[1].calls
     assert sum(calls) == 2000 and max(calls) <= AHEAD and len(calls) < 40, calls
     assert all(nodes[number].calls for number in (0, 1))
@@ -122,12 +125,12 @@ def test_what_a_lost_host_had_is_done_by_another_and_done_once(tmp_path: Path, n
 
 
 class Endpoint(ThreadingHTTPServer):
-    """A judge that takes a moment, and knows how many ask it at once."""
+    """A judge that takes a moment, and answers nobody before so many have asked it at once."""
 
     daemon_threads = True
 
-    def __init__(self) -> None:
-        self.lock, self.at_once, self.most_at_once = threading.Lock(), 0, 0
+    def __init__(self, awaited: int) -> None:
+        self.lock, self.awaited, self.at_once, self.most_at_once = threading.Condition(), awaited, 0, 0
         super().__init__(("127.0.0.1", 0), Asked)
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
@@ -143,6 +146,8 @@ class Asked(BaseHTTPRequestHandler):
         with self.server.lock:
             self.server.at_once += 1
             self.server.most_at_once = max(self.server.most_at_once, self.server.at_once)
+            self.server.lock.notify_all()
+            self.server.lock.wait_for(lambda: self.server.most_at_once >= self.server.awaited, 60.0)
         time.sleep(0.05)
         with self.server.lock:
             self.server.at_once -= 1
@@ -164,7 +169,7 @@ def test_all_nodes_together_ask_a_judge_as_much_as_is_allowed_also_once_one_is_l
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     monkeypatch.setenv("MY_JUDGE", "key of the command")
-    endpoint = Endpoint()
+    endpoint = Endpoint(awaited=most)
     url = f"http://127.0.0.1:{endpoint.server_address[1]}/v1"
     judge = JudgeConfig(
         base_url=url, model="m", template="score: {response}", max_concurrency=most, api_key_env="MY_JUDGE", retries=0

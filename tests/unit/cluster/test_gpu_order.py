@@ -234,7 +234,7 @@ class Shared:
         before = set(threading.enumerate())
         self.replicas.lose(self.engines.workers[number], "killed")  # type: ignore[arg-type]
         for thread in set(threading.enumerate()) - before:
-            thread.join(10)
+            thread.join(120)
 
 
 def test_engines_that_started_asleep_get_the_first_weights_and_their_cache_last() -> None:

@@ -94,7 +94,7 @@ def test_a_submitted_job_runs_in_the_environment_of_the_heads_ray_and_shows_no_s
 
     def submit(*words: str) -> list[str]:
         command = ["bash", tmp_path / "scripts" / "submit.sh", "--address", "head:1", *words, "seed=1"]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout.splitlines()
 
     (shown,) = submit("--dry-run")
     command_line, mode, content = submit()
@@ -111,7 +111,7 @@ def test_a_submitted_job_runs_in_the_environment_of_the_heads_ray_and_shows_no_s
 def test_a_missing_module_is_one_line_with_its_remedy(tmp_path: Path) -> None:
     (tmp_path / "omegaconf.py").write_text("raise ModuleNotFoundError(\"No module named 'omegaconf'\", name='omegaconf')\n")
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    done = subprocess.run([sys.executable, "-m", "grpo_rl.main"], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-m", "grpo_rl.main"], env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 6
     assert done.stderr.startswith("error: ModuleNotFoundError: No module named 'omegaconf' in the environment of ")
     assert "bash scripts/setup.sh" in done.stderr and len(done.stderr.splitlines()) == 1

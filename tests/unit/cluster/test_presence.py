@@ -65,7 +65,7 @@ def test_a_place_that_is_gone_is_told_once_with_its_name(
         watch = ClusterWatch(places, on_lost, patience_s=0.2)
         assert not told.wait(0.4), "both answer"
         local.close()
-        assert told.wait(30.0)
+        assert told.wait(120)
         watch.close()
     assert len(lost) == 1
     assert re.match(r"the Ray cluster is lost: its raylet has not answered for \d+\.\d s .*refused", lost[0])

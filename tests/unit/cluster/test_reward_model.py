@@ -89,7 +89,7 @@ def test_scoring_begins_when_a_pass_is_full_and_the_rest_waits_for_somebody_who_
     assert not ranks.called.is_set()
     # 5 + 6 tokens fill a pass of 10.
     group.submit(second)
-    assert ranks.called.wait(20)
+    assert ranks.called.wait(120)
     group.submit(third)
     assert group.wait([first, second, third]) == [RewardResult(expected(text)) for text in ("123", "4567", "8")]
     assert len(ranks.calls) == 2

@@ -66,7 +66,7 @@ def test_a_job_goes_on_after_its_time_is_over(tmp_path: Path, nodes: int) -> Non
         assert job.poll() is None
         time.sleep(0.05)
     job.send_signal(signal.SIGUSR1)
-    assert job.wait(timeout=60) == 75
+    assert job.wait(timeout=240) == 75
     said = (tmp_path / "said").read_text().splitlines()
     assert said[-1] == f"scontrol requeue {JOB}"
     (run,) = [line for line in said if line.startswith("run")]

@@ -87,7 +87,7 @@ def test_it_ends_with_the_runs_exit_code(
 
 def test_a_process_that_is_gone_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = going(tmp_path)
-    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, timeout=240)
     write_status(run, pid=int(ended.stdout))
     assert main(["watch", str(run)]) == 6
     assert "is gone and left no word" in capsys.readouterr().out

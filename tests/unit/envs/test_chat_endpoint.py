@@ -22,7 +22,7 @@ import json, urllib.error, urllib.request
 def post(url, messages, **more):
     body = json.dumps({"model": "any", "messages": messages, **more}).encode()
     request = urllib.request.Request(url + "/chat/completions", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=30) as answer:
+    with urllib.request.urlopen(request, timeout=240) as answer:
         return json.load(answer)
 
 def guess(url, start, limit=2, **how):
@@ -48,10 +48,10 @@ def refused(url, start):
             said = json.load(error)["error"]
             assert said["type"] == "invalid_request_error" and said["message"]
     try:
-        urllib.request.urlopen(url.replace("/v1", "x/v1") + "/models", timeout=30)
+        urllib.request.urlopen(url.replace("/v1", "x/v1") + "/models", timeout=240)
     except urllib.error.HTTPError as error:
         assert error.code == 404
-    assert json.load(urllib.request.urlopen(url + "/models", timeout=30))["data"][0]["id"] == "policy"
+    assert json.load(urllib.request.urlopen(url + "/models", timeout=240))["data"][0]["id"] == "policy"
     return guess(url, start, limit=1)
 """
 
@@ -62,7 +62,7 @@ ADD = {"type": "function", "function": {"name": "add", "description": "Add.", "p
     "type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}}}
 
 def client_of(url):
-    return openai.OpenAI(base_url=url, api_key="none", timeout=30)
+    return openai.OpenAI(base_url=url, api_key="none", timeout=240)
 
 def note(start, *lines):
     with open(start.extra_info["path"], "a") as file:
@@ -103,7 +103,7 @@ def uses_tools(url, start, stream=False):
             messages.append({"role": "tool", "tool_call_id": call.id, "content": str(given["a"] + given["b"])})
 
 async def in_an_event_loop(url, start):
-    client = openai.AsyncOpenAI(base_url=url, api_key="none", timeout=30)
+    client = openai.AsyncOpenAI(base_url=url, api_key="none", timeout=240)
     stream = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hello"}], stream=True)
     note(start, "".join([event.choices[0].delta.content or "" async for event in stream]))
     return 1

@@ -36,7 +36,7 @@ import json, openai
 TOOLS = [{ADD!r}]
 
 def solve(url, start, stream=False):
-    client = openai.OpenAI(base_url=url, api_key="none", timeout=30)
+    client = openai.OpenAI(base_url=url, api_key="none", timeout=240)
     messages = [{{"role": "user", "content": start.extra_info["question"]}}]
     while True:
         with client.chat.completions.stream(model="m", messages=messages, tools=TOOLS) as events:

@@ -48,7 +48,7 @@ def turn(text: str = "1", index: int = 0, *, is_last: bool = False, finish_reaso
     }
 
 
-def events(pool: EnvironmentPool, number: int, wait_s: float = 30.0) -> dict[str, Event]:
+def events(pool: EnvironmentPool, number: int, wait_s: float = 120.0) -> dict[str, Event]:
     found: list[Event] = []
     until = time.monotonic() + wait_s
     while len(found) < number and time.monotonic() < until:
@@ -92,7 +92,7 @@ def test_an_environment_that_hangs_costs_its_own_deadline_and_nothing_else(make,
     assert late.what == "timeout" and late.seconds > 2.9
     pool.end("bad")
     # One that only waited could be cancelled; if a thread is blocked, the process gets no further episodes.
-    until = time.monotonic() + 20
+    until = time.monotonic() + 120
     while kind == "Blocking" and pool.pids == before and time.monotonic() < until:
         pool.events(0.2)
     assert (pool.pids != before) == (kind == "Blocking")
@@ -101,7 +101,7 @@ def test_an_environment_that_hangs_costs_its_own_deadline_and_nothing_else(make,
     pool.end("good")
     begun(pool, "next")
     if kind == "Blocking":
-        until = time.monotonic() + 30
+        until = time.monotonic() + 120
         while Path(f"/proc/{before[0]}").exists() and time.monotonic() < until:
             pool.events(0.2)
         assert not Path(f"/proc/{before[0]}").exists()
@@ -186,7 +186,7 @@ def test_tools_and_environments_may_be_plain_methods_and_a_tool_that_only_fails_
 
 
 def test_tools_answer_calls_and_what_is_wrong_with_one_goes_back_to_the_policy(make) -> None:
-    pool = make(None, tools=(ADD,), tool_timeout_s=0.5)
+    pool = make(None, tools=(ADD,), tool_timeout_s=2.0)
     begun(pool, "e")
 
     def called(*calls: str) -> dict[str, Any]:
@@ -211,6 +211,6 @@ def test_tools_answer_calls_and_what_is_wrong_with_one_goes_back_to_the_policy(m
     )
     assert bad["counts"] | {"tool_calls": 3, "failed_calls": 3, "malformed_calls": 1, "tool_errors": 1} == bad["counts"]
     slow = called('{"name": "add", "arguments": {"a": 1000, "b": 1}}')
-    assert slow["messages"][0]["content"] == "Error: add took longer than 0.5 s" and slow["counts"]["tool_timeouts"] == 1
+    assert slow["messages"][0]["content"] == "Error: add took longer than 2 s" and slow["counts"]["tool_timeouts"] == 1
     done = called()
     assert done["done"] and not done["messages"]

@@ -57,9 +57,6 @@ def stop_ids(folder: Path) -> frozenset[int]:
     return frozenset(json.loads((folder / "generation_config.json").read_text())["eos_token_id"])
 
 
-Play = Callable[..., tuple[list[Rollout], EngineTurns, EpisodePool]]
-
-
 @pytest.fixture
 def make(
     spec: EngineSpec, tokenizer: Any, stop_ids: frozenset[int]

@@ -207,7 +207,7 @@ def test_without_namespaces_nothing_runs_and_the_message_says_what_to_do(monkeyp
 def test_a_sandbox_that_fails_is_an_error_and_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     with Sandbox("print(1)") as sandbox:
         sandbox._process.kill()
-        sandbox._process.wait(10)
+        sandbox._process.wait(120)
         with pytest.raises(RewardError, match="ended in the middle of a case"):
             sandbox.run(Case())
     monkeypatch.setattr("grpo_rl.rewards.sandbox.sandbox.call_filter", lambda machine: b"no filter")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 import time
@@ -96,7 +95,7 @@ def server() -> Iterator[Server]:
     yield state
     state.release.set()
     http.shutdown()
-    thread.join(10)
+    thread.join(120)
     http.server_close()
 
 
@@ -167,7 +166,7 @@ def test_judging_starts_at_submission_and_the_same_sample_of_a_later_step_is_jud
     server.reply = reply
     asked = judge()
     asked.submit(rollout(0))
-    assert asked_about.wait(10)
+    assert asked_about.wait(120)
     assert asked.wait([rollout(0)]) == [RewardResult(0.0)]
     assert asked.wait([rollout(0, response_ids=(2, 3))]) == [RewardResult(1.0)]
 
@@ -201,32 +200,21 @@ def test_a_refusal_is_not_tried_again(server, judge, code):
 def test_a_slow_request_is_a_timeout_and_the_next_try_may_be_quick(server, judge):
     def reply(number: int, body: dict[str, Any]) -> Answer:
         if number == 0:
-            server.release.wait(10)
+            server.release.wait(120)
         return completion("score: 2")
 
     server.reply = reply
-    assert one(judge(timeout_s=0.2)) == RewardResult(2.0)
+    assert one(judge(timeout_s=1.0)) == RewardResult(2.0)
 
 
 def test_the_deadline_ends_a_judgement_with_all_its_tries(server, judge):
     def reply(number: int, body: dict[str, Any]) -> Answer:
-        server.release.wait(10)
+        server.release.wait(120)
         return completion("score: 2")
 
     server.reply = reply
     failed = one(judge(timeout_s=0.2, retries=1000, deadline_s=0.5))
     assert failed.kind == "judge_timeout" and "deadline_s=0.5" in failed.cause
-
-
-@pytest.mark.parametrize(
-    ("answer", "said"),
-    [("no idea", "no `score: x`"), ("score: 11", "11 is not within 0 to 10"), ("score: -1", "-1 is not within 0 to 10")],
-)
-def test_an_answer_without_a_valid_score_is_invalid_and_never_0(server, judge, answer, said):
-    server.reply = lambda number, body: completion(answer)
-    failed = one(judge(min_score=0.0, max_score=10.0))
-    assert failed.kind == "judge_invalid" and said in failed.cause and answer in failed.cause
-    assert len(server.bodies) == 1
 
 
 @pytest.mark.parametrize("returned", ["None", "True", "float('nan')", "10 ** 400", "'7'", "1 / 0"])
@@ -239,7 +227,7 @@ def test_no_more_requests_run_at_a_time_than_allowed(server, judge):
     both = threading.Barrier(2)
 
     def reply(number: int, body: dict[str, Any]) -> Answer:
-        both.wait(10)
+        both.wait(120)
         return completion("score: 1")
 
     server.reply = reply
@@ -282,13 +270,13 @@ def test_closing_gives_up_what_is_pending_and_ends_the_process(server, judge):
 
     def reply(number: int, body: dict[str, Any]) -> Answer:
         begun.set()
-        server.release.wait(10)
+        server.release.wait(120)
         return completion("score: 1")
 
     server.reply = reply
     asked = judge()
     asked.submit(rollout(0))
-    assert begun.wait(10)
+    assert begun.wait(120)
     pid = asked.processes._child.pid
     asked.close()
     assert not Path(f"/proc/{pid}").exists()
@@ -466,23 +454,11 @@ def test_a_number_is_read_from_the_last_object_that_has_the_key(answer, score):
 
 
 @pytest.mark.parametrize(
-    "answer",
-    ['{"score": true}', '{"score": null}', '{"score": [1]}', '{"scor": 1}', "{" * 50_000, '{"score": ' + "9" * 5000 + "}"],
+    "answer", ['{"score": true}', '{"score": null}', '{"score": [1]}', '{"scor": 1}', '{"score": ' + "9" * 5000 + "}"]
 )
-def test_json_without_a_number_is_said_so_and_quickly(answer):
-    started = time.process_time()
+def test_json_without_a_number_is_said_so(answer):
     with pytest.raises(ValueError, match="score"):
         json_score(answer, "score")
-    assert time.process_time() - started < 5.0
-
-
-@pytest.mark.parametrize("unit", ["score", "score: ", "1.", "{", '{"score":', "-", "score**", "["])
-def test_every_parser_takes_linear_time(unit):
-    for parse in (marked_score, lambda text: json_score(text, "score")):
-        started = time.process_time()
-        with contextlib.suppress(ValueError):
-            parse(unit * 20_000)
-        assert time.process_time() - started < 5.0
 
 
 def test_a_parser_is_a_name_a_key_or_a_function(tmp_path):
@@ -500,17 +476,20 @@ def test_a_parser_is_a_name_a_key_or_a_function(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "words", "said"),
     [
-        ({}, f"score: {'9' * 40}", "is not within 0 to 10"),
+        ({}, "no idea", "no `score: x`"),
         ({}, "score: 11", "11 is not within 0 to 10"),
         ({}, "score: -1", "-1 is not within 0 to 10"),
         ({"template": "{response}"}, f"score: {'9' * 40}", r"is not within -3.40282e+38 to 3.40282e+38"),
         ({"max_score": 5}, "score: 6", "6 is not within"),
     ],
 )
-def test_a_score_is_bounded_by_the_scale_of_the_built_in_question_and_by_float32(server, judge, settings, words, said):
+def test_a_score_is_there_and_bounded_by_the_scale_of_the_built_in_question_and_by_float32(
+    server, judge, settings, words, said
+):
     server.reply = lambda number, body: completion(words)
     failed = one(judge(**settings))
-    assert failed.kind == "judge_invalid" and said in failed.cause
+    assert failed.kind == "judge_invalid" and said in failed.cause and words in failed.cause
+    assert len(server.bodies) == 1
 
 
 @pytest.mark.parametrize(("temperature", "requests"), [(0.0, 1), (0.7, 3)])
@@ -543,10 +522,12 @@ def test_all_marks_of_a_rubric_come_from_the_last_object(server, judge, answer, 
         assert tuple(found.values.values()) == marks
 
 
-@pytest.mark.parametrize("words", ["{" * 3_900_000, '{"a":"' * 480_000, "score: " * 550_000, "score" + " " * 3_900_000])
+@pytest.mark.parametrize(
+    "unit", ["{", '{"a":"', "score: ", "score", "1.", '{"score":', "-", "score**", "[", " ", '{"scor": 1}']
+)
 @pytest.mark.parametrize("parser", ["score", "json:score"])
-def test_an_answer_of_megabytes_takes_no_longer_than_others(words, parser):
-    started = time.perf_counter()
+def test_a_parser_reads_an_answer_of_megabytes_in_time_that_grows_with_its_length(unit, parser):
+    started = time.process_time()
     with pytest.raises(ValueError, match="it has no"):
-        parser_for(parser)(words)
-    assert time.perf_counter() - started < 0.5
+        parser_for(parser)("score" + unit * (3_900_000 // len(unit)))
+    assert time.process_time() - started < 5.0

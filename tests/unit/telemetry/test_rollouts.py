@@ -58,7 +58,7 @@ class SlowBlock:
         self.may_come = threading.Event()
 
     def read(self) -> Block:
-        assert self.may_come.wait(30.0)
+        assert self.may_come.wait(120)
         return {"logprobs": np.array([-0.5, -1.5], np.float32)}
 
 
@@ -77,7 +77,7 @@ def test_a_step_goes_on_while_its_rollouts_are_written_and_at_most_two_wait(tmp_
     third.join(0.2)
     assert third.is_alive(), "a third step is not taken while two wait"
     block.may_come.set()
-    third.join(30.0)
+    third.join(120)
     log.flush()
     plain = RolloutLog(RunDir.create(tmp_path, "plain"))
     expected = [plain.write("rollouts", step, [make_rollout()]).read_bytes() for step in (1, 2, 3)]

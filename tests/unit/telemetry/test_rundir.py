@@ -101,7 +101,7 @@ def owner(tmp_path: Path):
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     yield process
     process.kill()
-    process.wait(10)
+    process.wait(120)
     process.stdout.close()
 
 
@@ -118,7 +118,7 @@ def test_the_second_one_learns_whose_the_name_is_until_the_first_one_is_killed(
     assert (tmp_path / "shared" / LOCK_FILE).read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["shared"]
     owner.send_signal(signal.SIGKILL)
-    owner.wait(10)
+    owner.wait(120)
     refuse_taken(tmp_path, "shared")
     RunDir.create(tmp_path, "shared").release()
 
@@ -139,7 +139,7 @@ def test_without_locks_a_running_process_of_this_machine_keeps_its_name(
     with pytest.raises(ConfigError, match=f"pid {owner.pid} on"):
         RunLock(tmp_path / "shared")
     owner.kill()
-    owner.wait(10)
+    owner.wait(120)
     RunLock(tmp_path / "shared").release()
 
 

@@ -62,7 +62,7 @@ def test_prometheus_reads_the_newest_values_under_names_of_its_own(tmp_path: Pat
     sinks = Sinks(RunDir.create(tmp_path, "it's"), TrainerConfig(metrics_port=port), {})
     sinks.log(0, {"val/a/mean@1": 0.25, "reward/mean": 0.0})
     sinks.log(3, {"reward/mean": 0.5, "val/数/mean@1": 2.0, "actor/kl_loss": math.nan})
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=240) as answer:
         text = answer.read().decode()
     sinks.close()
     values = dict(re.findall(r"^grpo_rl_(\w+)\{run=\"it's\"\} (\S+)$", text, re.MULTILINE))
@@ -78,19 +78,19 @@ def test_prometheus_reads_the_newest_values_under_names_of_its_own(tmp_path: Pat
 
 
 def test_idle_clients_cost_prometheus_no_thread_each_and_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_rl.telemetry.metrics.sinks.CLIENT_S", 0.5)
+    monkeypatch.setattr("grpo_rl.telemetry.metrics.sinks.CLIENT_S", 0.2)
     port, before = free_port(), threading.active_count()
     sinks = Sinks(RunDir.create(tmp_path, "run"), TrainerConfig(metrics_port=port, logger=["console"]), {})
     sinks.log(1, {"reward/mean": 0.5})
-    idle = [socket.create_connection(("127.0.0.1", port), 10) for _ in range(200)]
+    idle = [socket.create_connection(("127.0.0.1", port), 10) for _ in range(60)]
     threads = threading.active_count() - before
     # Eight and their deadlines, the server's own, and those of other sinks.
     assert threads <= 2 * MOST_CLIENTS + 3
     began, text = time.monotonic(), ""
-    while "reward_mean" not in text and time.monotonic() < began + 20:
+    while "reward_mean" not in text and time.monotonic() < began + 60:
         with contextlib.suppress(OSError, http.client.HTTPException):
             text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read().decode()
-    print(f"{threads} threads for 200 idle clients; answered after {time.monotonic() - began:.1f} s")
+    print(f"{threads} threads for 60 idle clients; answered after {time.monotonic() - began:.1f} s")
     assert "grpo_rl_reward_mean" in text
     for client in idle:
         client.close()
@@ -105,7 +105,7 @@ class Recorder(Tracker):
         self.steps: list[int] = []
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.gate.wait(30)
+        self.gate.wait(120)
         self.steps.append(step)
 
     def close(self) -> None:

@@ -151,7 +151,7 @@ class Actor(Policy):
             assert self.pool.keeps_weights
             self.pool.is_done.clear()
             self.pool.ticks_left = self.ticks
-            deadline = time.monotonic() + 30.0
+            deadline = time.monotonic() + 120
             while self.pool.is_sampling and not self.pool.is_done.wait(0.01):
                 assert time.monotonic() < deadline, "nothing takes in what ends"
         return super().update(batch)

@@ -117,7 +117,7 @@ def test_training_does_not_wait_for_a_commit_and_older_checkpoints_go_only_when_
     may_commit = threading.Event()
 
     def held(*arguments: Any) -> Any:
-        assert arguments[0].step == 2 or may_commit.wait(10.0)
+        assert arguments[0].step == 2 or may_commit.wait(120)
         return publish(*arguments)
 
     def cleared(newest: int, replaced: Any) -> None:
