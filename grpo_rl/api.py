@@ -52,7 +52,6 @@ def train(overrides: Sequence[str], *, quiet: bool = False) -> Run:
     trainer = composed.config.trainer
     name = trainer.experiment_name
     if name is None:
-        # Named here, because the folder is needed when the run has ended.
         name = dated_name()
         words.append(f"trainer.experiment_name={name}")
     folder = Path(trainer.default_local_dir).expanduser() / name

@@ -85,13 +85,11 @@ class RemoteColumn:
     blocks: tuple[Block | RemoteBlock, ...]
     pieces_N: np.ndarray
     block_P: np.ndarray
-    """The index of each piece's block."""
     start_P: np.ndarray
     length_P: np.ndarray
     dtype: torch.dtype = torch.float32
     """The type of a column without values; others have that of their blocks."""
     finite: bool = True
-    """False if a value is not finite."""
 
     @staticmethod
     def of_pieces(
@@ -129,11 +127,7 @@ class RemoteColumn:
         *,
         finite: bool = True,
     ) -> RemoteColumn:
-        """Return the column over rollouts of `lengths_N` values; each result has those of its `orders` back
-        to back.
-
-        Rollouts without values may be in none.
-        """
+        """Each result has the values of its `orders` back to back; rollouts without values may be in none."""
         lengths = lengths_N.numpy()
         number_N, start_N = np.zeros((2, len(lengths)), dtype=np.int64)
         for number, order in enumerate(orders):

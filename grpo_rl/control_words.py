@@ -20,11 +20,7 @@ _PLAIN = [{"role": role, "content": "1"} for role in ("user", "assistant", "user
 
 
 def outside(value: Any) -> Any:
-    """Return text from outside (an environment, tool, agent or judge), also in lists and dicts, as every file
-    takes it.
-
-    Halves of a surrogate pair, which JSON may hold, and NUL become U+FFFD; two halves are joined.
-    """
+    """As text that every file takes: NUL and halves of a surrogate pair become U+FFFD; two are joined."""
     if isinstance(value, dict):
         return {outside(key): outside(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -58,7 +54,6 @@ class ControlWords:
     def __init__(self, tokenizer: Any, meant: bool = False, template: str | None = None) -> None:
         self.tokenizer = tokenizer
         self.num_texts = 0
-        """Texts that had such words."""
         added = {str(token): token.special for token in getattr(tokenizer, "added_tokens_decoder", {}).values()}
         around = "" if all(added.values()) else _around_plain_messages(tokenizer, template)
         control = (

@@ -191,7 +191,6 @@ class Course:
     session: RunSession
     page: PageBeside
     checkpoint: Checkpoint | None
-    """None for a run from the start."""
     code: str = ""
     rows: Path | None = None
     """The collected rows that are trained on, if there are any."""
@@ -280,17 +279,13 @@ def train(course: Course) -> None:
     while True:
         try:
             with ExitStack() as attempt:
-                _train_from(course, attempt)
+                training = begin(course, attempt)
+                with leaving_results(course, training):
+                    training.fit()
             return
         except WorkerFailed as error:
             _go_back(course, error)
         gc.collect()  # what is left of the roles refers to objects in Ray's store
-
-
-def _train_from(course: Course, stack: ExitStack) -> None:
-    training = begin(course, stack)
-    with leaving_results(course, training):
-        training.fit()
 
 
 def prepare(course: Course) -> None:
@@ -372,7 +367,8 @@ def begin(course: Course, stack: ExitStack) -> RunLoop:
         try_export(unstarted_folder(config.actor_rollout_ref.model.path), config.actor_rollout_ref.model, inputs.tokenizer)
     is_new = course.checkpoint is None and course.lost is None
     if is_new:
-        first_look(course, inputs)
+        for warning in _warnings(inputs, run_dir.path.parent):
+            console.warn(warning)
     teachers = (
         (name, teacher if teacher.model_path is None else replace(teacher, model_path=session.model_folder(teacher.model_path)))
         for name, teacher in inputs.plan.teachers
@@ -451,11 +447,6 @@ def look_at_inputs(plan: Plan) -> None:
         inputs = read_inputs(plan, RunDir(Path(folder)), Console(io.StringIO()))
     for warning in (*of_memory(plan), *_warnings(inputs, Path(plan.config.trainer.default_local_dir).expanduser().absolute())):
         print(redact(warning))
-
-
-def first_look(course: Course, inputs: Inputs) -> None:
-    for warning in _warnings(inputs, course.session.run_dir.path.parent):
-        course.session.console.warn(warning)
 
 
 def _warnings(inputs: Inputs, runs: Path) -> Iterator[str]:

@@ -54,8 +54,7 @@ class Actor(TrainedInParts, Protocol):
     def logprobs(self, batch: Batch) -> Tensor:
         """Return the present policy's log-probability of each trained token."""
 
-    def export(self, folder: Path, dtype: str = "float32") -> None:
-        """Write a Hugging Face model folder."""
+    def export(self, folder: Path, dtype: str = "float32") -> None: ...
 
 
 class Reference(Protocol):
@@ -65,11 +64,7 @@ class Reference(Protocol):
 
 class Teacher(Protocol):
     def logprobs(self, batch: Batch, rollouts: Sequence[Rollout] = ()) -> tuple[Batch, Metrics]:
-        """Return the batch with `teacher_logprobs_T` and, if a divergence reads them, the teachers' likeliest
-        tokens.
-
-        `rollouts` are those of the batch, in its order; without any it is a batch of given answers.
-        """
+        """`rollouts` are those of the batch, in its order; without any it is a batch of given answers."""
 
 
 @runtime_checkable
@@ -129,8 +124,7 @@ class RolloutPool(Protocol):
         Raises WeightVersionError for a rollout with a token of older weights than the pool allows.
         """
 
-    def forget(self, ids: Collection[str]) -> None:
-        """Hand these rollouts over no more."""
+    def forget(self, ids: Collection[str]) -> None: ...
 
     def rest(self) -> None: ...
 
@@ -155,8 +149,7 @@ class Rewarder(Protocol):
     factors: dict[str, float]
     """The factor of each part of the reward, by its name in `reward_parts`."""
 
-    def submit(self, rollout: Rollout) -> None:
-        """Start scoring; returns at once."""
+    def submit(self, rollout: Rollout) -> None: ...
 
     def wait(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Return the rollouts with reward or `failure`. Submits those that were not."""

@@ -202,11 +202,7 @@ def fits(value: Any, default: Any) -> bool:
 
 
 def needs(*names: str, unless: str | None = None) -> Callable[[F], F]:
-    """Note what a function needs of the run beyond its standing arguments.
-
-    The names are those that the function's registry documents; several decorators add up. If the option
-    `unless` is true, nothing of this is needed.
-    """
+    """Note what a function needs of the run; nothing of it if the option `unless` is true."""
 
     def note(function: F) -> F:
         function.needs = needs_of(function) | frozenset(names)  # type: ignore[attr-defined]
@@ -227,10 +223,9 @@ def needs_of(function: Callable[..., Any], options: Mapping[str, Any] | None = N
 
 
 def samples_ahead(versions: int | None = None) -> Callable[[F], F]:
-    """Note that a schedule samples while it trains.
+    """Note that a schedule samples while it trains, tokens of at most `versions` versions before.
 
-    No token that it trains is more than `versions` versions old; None: trainer.asynchronous.max_staleness,
-    and weights may be updated under unfinished responses.
+    None: trainer.asynchronous.max_staleness, and weights may be updated under unfinished responses.
     """
 
     def note(function: F) -> F:
@@ -252,8 +247,7 @@ def formula_of(function: Callable[..., Any]) -> str:
 
 
 def coefficient_of(function: Callable[..., Any]) -> str:
-    """Return the text after `Gradient:`, the factor of ∇log π: DeepSeekMath (arXiv 2402.03300), section
-    5.2.1."""
+    """The text after `Gradient:`, as in DeepSeekMath (arXiv 2402.03300), section 5.2.1."""
     return _passage(function, "Gradient:")
 
 

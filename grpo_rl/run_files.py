@@ -22,11 +22,9 @@ from grpo_rl.errors import DataError
 MOST_BYTES = 2**29
 """The largest log: a step of 16,000 responses of 8,000 tokens has as much."""
 MOST_TEXT_BYTES = 2**22
-"""The largest configuration, plan or status."""
 MOST_DEPTH = 64
 """The deepest nesting; what this program writes has at most 12."""
 MOST_PARTS = 2 * 10**7
-"""The most lists and objects in a file."""
 _LONG_NUMBER = re.compile(r"[0-9]{19}")
 _YAML: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 

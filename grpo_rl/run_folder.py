@@ -173,10 +173,6 @@ class Run:
 def _refuse_unknown(names: Iterable[str], known: list[str]) -> None:
     for name in names:
         if name not in known:
-            hint = did_you_mean(name, known) or f" There are {_listed(known)}"
+            more = f" and {len(known) - 12} more" if len(known) > 12 else ""
+            hint = did_you_mean(name, known) or f" There are {', '.join(known[:12])}{more}"
             raise DataError(f"no step has a metric {name!r}.{hint}")
-
-
-def _listed(values: Iterable[object], most: int = 12) -> str:
-    words = [str(value) for value in values]
-    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")

@@ -49,7 +49,6 @@ class Prompt(_ComparesArrays):
     token_ids: np.ndarray
     """int32 [tokens]."""
     text: str
-    """The chat template applied."""
     data_source: str
     ground_truth: Any = None
     extra_info: dict[str, Any] = field(default_factory=dict)
@@ -187,7 +186,6 @@ class Rollout(_ComparesArrays):
     response_ids: Array
     """int32 [tokens]; a `View` if it comes from a rollout pool."""
     rollout_logprobs: Array
-    """float32 [tokens], likewise."""
     finish_reason: FinishReason
     versions: Versions
     text: str | TextView = ""
@@ -312,7 +310,6 @@ class Batch(LossColumns[Column]):
     response_lengths_N: Tensor = field(metadata=_SHARD)
     """All tokens after each prompt, trained or not."""
     group_N: Tensor = field(metadata=_SHARD)
-    """Index of the prompt group."""
     token_ids_S: Column = field(metadata=_SHARD)
     rewards_N: Tensor = field(metadata=_SHARD)
     positions_T: Tensor | None = column("shard")
@@ -333,9 +330,7 @@ class Batch(LossColumns[Column]):
     advantages_N: Tensor | None = column("actor")
     """In place of `advantages_T`, if all tokens of a rollout have the same."""
     baselines_N: Tensor | None = column()
-    """Rewards of greedy responses to the prompts."""
     num_steps_N: Tensor | None = column()
-    """The number of reasoning steps."""
     step_ends_K: Tensor | None = column()
     """Index of each step's last token among its rollout's trained tokens."""
     step_rewards_K: Tensor | None = column()
@@ -344,7 +339,6 @@ class Batch(LossColumns[Column]):
     reward_parts_NP: Tensor | None = column()
     truncated_N: Tensor | None = column()
     masked_N: Tensor | None = column()
-    """Compared and not trained."""
     margins_N: Tensor | None = column("reward_model")
     """How much better the chosen rollout of a pair is, on both."""
     labels_T: Tensor | None = column("reward_model")
@@ -398,7 +392,6 @@ class Batch(LossColumns[Column]):
         return Batch(**columns)
 
     def part_of(self, name: str, index_K: Tensor) -> Any:
-        """Return the values of one column for these rollouts."""
         column, axis = getattr(self, name), name.rpartition("_")[2]
         if axis in ("N", "NP"):
             return None if column is None else column[index_K]
@@ -418,7 +411,7 @@ class Batch(LossColumns[Column]):
         by_rollout = bool((trained_lengths_N[kept_N] == self.trained_lengths_N[kept_N]).all())
         token_index = trained_T.nonzero()[:, 0]
         columns: dict[str, Any] = {}
-        for name in _columns_with("_T", "_TD", "_TK"):
+        for name in (column.name for column in dataclasses.fields(Batch) if column.name.endswith(("_T", "_TD", "_TK"))):
             column = getattr(self, name)
             if isinstance(column, RemoteColumn) and by_rollout:
                 columns[name] = column.keep(kept_N.numpy())
@@ -508,7 +501,3 @@ LOSS_COLUMNS = tuple(column.name for column in dataclasses.fields(LossColumns))
 
 def columns_read_by(reader: Reader) -> tuple[str, ...]:
     return tuple(column.name for column in dataclasses.fields(Batch) if reader in column.metadata.get("read_by", ()))
-
-
-def _columns_with(*suffixes: str) -> list[str]:
-    return [column.name for column in dataclasses.fields(Batch) if column.name.endswith(suffixes)]

@@ -35,8 +35,7 @@ _BOUNDED_BY = {"token": "token_k1", "sequence": "seq_sum_k1"}
 class Rejection:
     """A bound; what lies outside is not trained: a token for `token_*`, the whole response for `seq_*`.
 
-    For k1 the bounds are those of the ratio e^(Σ d), e^(mean d) or e^d. For k2 = d²/2 and k3 = e^d - 1 - d
-    there is only an upper one, of their sum, mean or largest value.
+    k1 bounds the ratio e^(Σ d), e^(mean d) or e^d; k2 = d²/2 and k3 = e^d - 1 - d have only an upper bound.
     """
 
     mode: RejectionMode

@@ -34,11 +34,7 @@ def kl_estimate(
     old_logprobs_T: Tensor | None = None,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Tensor:
-    """Return the KL per token by the estimator called `kind`. Raises ConfigError for an unknown one.
-
-    `old_logprobs_T` are for estimators with `@needs("old_logprobs")`; without them the policy itself has
-    sampled.
-    """
+    """Raises ConfigError for an unknown estimator. Without `old_logprobs_T` the policy itself has sampled."""
     estimator = KL_ESTIMATORS.get(kind)
     keywords = dict(options)
     if "old_logprobs" in needs_of(estimator):

@@ -169,7 +169,8 @@ class Objective:
             stats["sum/entropy"] = inputs.entropy_T.detach().double().sum()
         if self._has_entropy:
             entropy = self._average(inputs.column("entropy_T"), inputs, counts)
-            loss = loss - self._entropy_coeff(entropy_coeff) * entropy
+            assert (entropy_coeff is not None) == self.adaptive_entropy, "entropy_coeff comes with adaptive_entropy only"
+            loss = loss - (self.entropy_coeff if entropy_coeff is None else entropy_coeff) * entropy
             stats["share/entropy_loss"] = entropy.detach()
         if self.kl_loss_type is not None:
             kl = self._average(self._kl(inputs), inputs, counts)
@@ -177,10 +178,6 @@ class Objective:
             stats["share/kl_loss"] = kl.detach()
         stats["share/loss"] = loss.detach()
         return loss, stats
-
-    def _entropy_coeff(self, steered: float | None) -> float:
-        assert (steered is not None) == self.adaptive_entropy, "entropy_coeff comes with adaptive_entropy, and only then"
-        return self.entropy_coeff if steered is None else steered
 
     def _corrected(self, correction: RolloutCorrection, inputs: LossInput) -> Tensor:
         """Return each token's weight: 0 for what is rejected, which stays in the denominators, as in verl."""

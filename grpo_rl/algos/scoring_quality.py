@@ -18,8 +18,7 @@ def pair_accuracy(chosen_P: Tensor, rejected_P: Tensor) -> float:
 
 
 def auc(scores_K: Tensor, good_K: Tensor) -> float:
-    """Return the area under the ROC curve, ties counting one half (Mann and Whitney, 1947); NaN
-    without both."""
+    """The area under the ROC curve, ties counting one half (Mann and Whitney, 1947); NaN without both."""
     good_K = good_K.bool()
     num_good, num_bad = int(good_K.sum()), int((~good_K).sum())
     if not num_good or not num_bad:

@@ -39,10 +39,8 @@ class Segments:
         return self.lengths_N.cumsum(0) - 1
 
     def sum(self, x_T: Tensor) -> Tensor:
-        """0 for an empty response."""
         assert x_T.shape == (self.num_tokens,), f"{tuple(x_T.shape)} values for {self.num_tokens} tokens"
-        # segment_reduce adds in a fixed order on every device; index_add on CUDA does not. `unsafe` only
-        # skips its check that the lengths add up, which has just been done.
+        # segment_reduce adds in a fixed order on every device; `unsafe` skips the check of lengths, done above.
         return torch.segment_reduce(x_T, "sum", lengths=self.lengths_N, unsafe=True, initial=0)
 
     def mean(self, x_T: Tensor) -> Tensor:

@@ -1,8 +1,4 @@
-"""Functions of the algorithm run once on a small batch before a run starts, to see that they keep to their
-interface.
-
-A function is given the columns that it declared with `@needs`; the others are None.
-"""
+"""Functions of the algorithm, run once on a small batch before a run: do they keep to their interface?"""
 
 from __future__ import annotations
 

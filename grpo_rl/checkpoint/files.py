@@ -136,11 +136,7 @@ def refusals(target: Path, needed: int = 0) -> Iterator[None]:
 
 @contextmanager
 def whole_folder(target: Path, needed: int = 0) -> Iterator[Path]:
-    """Yield a new folder, which replaces `target` when its files are all on the disk.
-
-    Raises CheckpointError, and leaves `target`, if it cannot be written or fewer than `needed` bytes are
-    free.
-    """
+    """Yield a new folder, which replaces `target` when its files are on the disk. Raises CheckpointError."""
     with refusals(target, needed):
         target.parent.mkdir(parents=True, exist_ok=True)
         if free_bytes(target.parent) < needed:

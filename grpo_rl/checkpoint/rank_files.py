@@ -105,11 +105,7 @@ class RankFiles:
         return sum((1 if self.training is None else 3) * local_of(p).numel() * p.element_size() for p in written)
 
     def load(self, folder: Path) -> None:
-        """Restore what ranks of any number wrote into `folder`; every rank reads its own rows.
-
-        With another number of ranks, random states start from the run's seed again. Raises CheckpointError if
-        names or shapes differ.
-        """
+        """With another number of ranks, random states start anew. Raises CheckpointError if shapes differ."""
         self.wait_for_copy()
         fsdp.reshard(self.policy)
         noted = load_weights(folder, self.policy)
@@ -187,11 +183,7 @@ def kept_parameters(policy: nn.Module) -> dict[str, Any]:
 
 @torch.no_grad()  # with gradients a shard is looked up through autograd, which takes three times as long
 def take(policy: nn.Module, training: Training | None, rank: int) -> Share:
-    """This rank's rows of everything that decides the policy's future; not a collective.
-
-    Weights and moments are the ones in use, until the next optimizer step. The parameters must be sharded
-    (see `fsdp.reshard`).
-    """
+    """This rank's rows of all that decides the policy's future, in use until the next optimizer step."""
     weights: dict[str, Part] = {}
     moments: dict[str, Part] = {}
     for name, parameter in kept_parameters(policy).items():

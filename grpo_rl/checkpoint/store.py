@@ -19,7 +19,6 @@ from grpo_rl.errors import CheckpointError
 from grpo_rl.faults import fault_point
 
 _OURS = re.compile(r"\.(writing|removing|replaced)_(step_[0-9]+)_[0-9a-f]{8}")
-"""Names of folders that are being made or removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +70,9 @@ class CheckpointStore:
             raise
 
     def publish(self, draft: Draft, written: Files) -> Path | None:
-        """Give the checkpoint its name, inside of `writing`: then it is committed.
+        """Give the checkpoint its name; return where an earlier one of that name is now, for `clear`.
 
-        Returns the present place of an earlier checkpoint of the same name, for `clear`. `written` are files
-        that are flushed; others are flushed and read here.
+        Files that are not in `written` are flushed and read here.
         """
         final, replaced = self.folder / f"step_{draft.step}", None
         state = {STATE: files.write_file(draft.folder / STATE, [draft.state])}
@@ -121,8 +119,7 @@ class CheckpointStore:
         self._remove(draft.folder)
 
     def latest(self, on_bad: Callable[[str], None]) -> Checkpoint | None:
-        """`on_bad` gets the reason for each newer checkpoint. Raises CheckpointError if none of them
-        is good."""
+        """`on_bad` gets the reason for each newer checkpoint. Raises CheckpointError if none is good."""
         try:
             self._tidy()
         except OSError as error:
@@ -143,7 +140,6 @@ class CheckpointStore:
         return None
 
     def steps(self) -> list[int]:
-        """Of all folders with a checkpoint's name, ascending."""
         if not self.folder.is_dir():
             return []
         steps = (step_of(path.name) for path in self.folder.iterdir())

@@ -32,13 +32,10 @@ _LAYOUT = "layout"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some rows of a tensor, in order."""
-
     tensor: Tensor
     start: int
-    """The number of its first row."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Of the whole tensor, whose rows from `start` on this part has."""
 
 
 def write_parts(path: Path, parts: Mapping[str, Part]) -> Entry:

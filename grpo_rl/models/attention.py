@@ -96,19 +96,13 @@ def _padded_groups(
 
 
 def _rectangle(x: Tensor, index_BL: Tensor, *, in_order: bool = False) -> Tensor:
-    """Return [1, heads, S, head_dim] as [B, heads, L, head_dim]; `in_order` if the cells are all
-    positions."""
+    """[1, heads, S, head_dim] as [B, heads, L, head_dim]; `in_order` if the cells are all positions."""
     flat = x[0] if in_order else x[0].index_select(1, index_BL.reshape(-1))
     return flat.unflatten(1, tuple(index_BL.shape)).transpose(0, 1)
 
 
 def repeated_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values [B, heads, L, head_dim], repeated for the queries that share them if SDPA needs
-    it.
-
-    On GPUs, for float32, a mask, or heads above 256, only the kernel that writes the whole [L, L] matrix
-    takes shared heads.
-    """
+    """On GPUs, for float32, a mask, or heads above 256, only the slow kernel takes shared heads."""
     times = q.shape[1] // k.shape[1]
     if not q.is_cuda or times == 1:
         return k, v
@@ -204,7 +198,6 @@ def block_by_block(
     outputs = []
     for q, *block_keys_values in zip(queries, *copies, strict=True):
         k, v = repeated_heads(q, *(x.transpose(0, 1)[None] for x in block_keys_values))
-        # A block's queries are the last of its keys.
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
         out = F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
         outputs.append(out[0].transpose(0, 1))
@@ -235,12 +228,7 @@ class _Gather(torch.autograd.Function):
 
 
 def takes_blocks_as_they_lie(query: Tensor, dropout: float) -> bool:
-    """Return whether a kernel for blocks on a flat axis takes this device, type and head size; torch's has no
-    dropout.
-
-    The kernels refuse head sizes that are no multiple of 8 or above 256 (`mha_varlen_fwd` of torch's flash
-    attention).
-    """
+    """The kernels refuse head sizes that are no multiple of 8 or above 256; torch's has no dropout."""
     width = query.shape[-1]
     half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     return half and width % 8 == 0 and width <= 256 and not dropout

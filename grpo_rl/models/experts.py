@@ -148,11 +148,7 @@ def balance_loss(probs: list[Tensor], counts_LE: Tensor, num_states: int) -> Ten
 
 
 def router_metrics(counts_LE: Tensor) -> dict[str, float]:
-    """Return how evenly a mini-batch's tokens went to the experts, averaged over layers.
-
-    `load_max` is the fullest expert's count over the mean (1 is perfect balance, E / top_k the worst);
-    `idle_experts` the share of experts that no token took.
-    """
+    """`load_max`: the fullest expert's count over the mean; `idle_experts`: the share without a token."""
     mean_L = counts_LE.mean(-1).clamp(min=1e-12)
     return {
         "router/load_max": float((counts_LE.max(-1).values / mean_L).mean()),

@@ -60,14 +60,11 @@ def shard(
     in_host_memory: bool = False,
     forward_prefetch: bool = False,
 ) -> None:
-    """Shard the policy's parameters over the last dimension of `mesh`, with gradients summed over all its
-    ranks.
+    """Shard the policy over the last dimension of `mesh`, with gradients summed over all its ranks.
 
-    Layers compute in `compute_dtype`; parameters, gradients, moments, embedding, final norm and LM head are
-    float32.
-
-    `in_host_memory`: parameters, gradients and moments lie in host memory, and the optimizer steps there.
-    `forward_prefetch`: begin to gather a layer's parameters when the layer before it begins.
+    Layers compute in `compute_dtype`; all else is float32. `in_host_memory`: parameters, gradients and
+    moments lie in host memory, and the optimizer steps there. `forward_prefetch`: gather a layer's parameters
+    when the layer before begins.
     """
     # The inputs are cast by a hook of ours: up to torch 2.12 FSDP leaves those of a layer that is recomputed as they are.
     layer_precision = MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False)
@@ -78,8 +75,7 @@ def shard(
     rests = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if in_host_memory else OffloadPolicy()
     layers: list[Any] = decoder_layers(policy.lm)
     for layer in layers:
-        # One rank has nothing to gather again, so a layer's copy in the computing type stays between passes. Frozen weights that
-        # rest in that type already are copied anew: the copies of all layers would be a second whole model.
+        # One rank keeps a layer's copy between passes, except of weights that rest in the computing type.
         reshard = rests_in_half(layer, compute_dtype) if is_single_shard else reshard_after_forward
         fully_shard(layer, mesh=mesh, mp_policy=layer_precision, reshard_after_forward=reshard, offload_policy=rests)
         if compute_dtype != torch.float32:
@@ -87,8 +83,7 @@ def shard(
     fully_shard(policy, mesh=mesh, reshard_after_forward=False, offload_policy=rests)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
-            # Losses carry global denominators, so the gradients of ranks add up instead of averaging. One rank divides by
-            # the factor in a pass of its own, and by nothing if there is none.
+            # Losses carry global denominators: gradients of ranks add up. One rank would divide in a pass of its own.
             if mesh.size() > 1:
                 module.set_gradient_divide_factor(1.0)
             # A plain sum: gloo has no reduction that multiplies first.
@@ -113,8 +108,7 @@ def rests_in_half(layer: nn.Module, compute_dtype: torch.dtype) -> bool:
 def materialize_from(
     policy: PackedModel, device: torch.device, read: Callable[[], None], *, in_host_memory: bool = False
 ) -> None:
-    """What no file has starts at 0; buffers keep their values. Not a collective: each rank reads for
-    itself."""
+    """What no file has starts at 0; buffers keep their values. Not a collective."""
     _to_empty(policy, device, in_host_memory)
     with torch.no_grad():
         for parameter in policy.parameters():
@@ -132,10 +126,7 @@ def _to_empty(policy: PackedModel, device: torch.device, in_host_memory: bool) -
 
 
 def materialize(policy: PackedModel, whole: PackedModel | None, device: torch.device, *, in_host_memory: bool) -> None:
-    """Give a sharded policy on meta its storage, and every rank its part of rank 0's `whole` policy.
-
-    Buffers that are in no state dict (rotary tables) are copied from rank 0.
-    """
+    """Give every rank its part of rank 0's `whole` policy, and its buffers that are in no state dict."""
     _to_empty(policy, device, in_host_memory)
     full_state: dict[str, Any] = {} if whole is None else whole.state_dict()
     set_model_state_dict(policy, full_state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
@@ -162,11 +153,8 @@ def named_full_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield Hugging Face names with whole tensors, with `aliases` a tied LM head too. A collective.
 
-    All ranks ask for the same tensors in the same order, and one is whole at a time, if the caller drops it
-    before it asks for the next. With one rank they are the parameters themselves, not copies.
-
-    A slice in host memory comes to `device` by itself, and is cast to `dtype` before it travels. Adapters are
-    merged, in new tensors.
+    All ranks ask for the same tensors in the same order; one is whole at a time. With one rank they are the
+    parameters themselves, not copies. Adapters are merged, in new tensors.
     """
     reshard(policy)
     embedding = policy.lm.get_input_embeddings().weight
@@ -204,8 +192,7 @@ def save_model(
 ) -> None:
     """Write a Hugging Face folder with float32 weights, by the rank that `writes`. A collective.
 
-    Files of at most `shard_bytes` are written as their tensors are gathered: no more than one file and one
-    tensor is in host memory, except if transformers rearranges a family's weights. An error of the disk is
+    No more than a file and a tensor is in host memory, unless transformers rearranges weights. Errors are
     raised at the end.
     """
     lm: Any = policy.lm
@@ -252,8 +239,7 @@ def _write_shards(named: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes
 
 
 def _merged(weight: Any, layer: Any, device: torch.device | None) -> Any:
-    """Return `W + (alpha / rank) B A` in float32, for which only A, the smallest, is gathered. A
-    collective."""
+    """Return `W + (alpha / rank) B A` in float32; only A, the smallest, is gathered. A collective."""
     a_RI, b_OR = lora.factors(layer)
     whole_RI = _whole(a_RI.detach(), device, None)
     rows, factor_rows = (local_of(tensor.detach()).to(device or tensor.device) for tensor in (weight, b_OR))

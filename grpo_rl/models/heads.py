@@ -41,13 +41,11 @@ class ScoreModel(PackedModel):
         """Return one score per entry of `sequences.predict_T`, the flat positions to score."""
         head = self.lm.score
         bias = None if head.bias is None else head.bias.float()
-        # A copy, not a view: FSDP hooks the outputs and cannot hook views.
         return linear(self.hidden_TD(sequences).float(), head.weight.float(), bias)[:, 0].clone()
 
 
 def load_score_config(path: str, *, trust_remote_code: bool = False, trained: bool = False) -> Any:
-    """A `trained` one may be a causal LM's, and gets one label. Raises ConfigError if it has not one
-    score."""
+    """A `trained` one may be a causal LM's, and gets one label. Raises ConfigError without one score."""
     config = load_config(path, trust_remote_code=trust_remote_code, key=KEY)
     architectures = list(getattr(config, "architectures", None) or ["none"])
     if trained and any(name.endswith("ForCausalLM") for name in architectures):
@@ -64,11 +62,7 @@ def load_score_config(path: str, *, trust_remote_code: bool = False, trained: bo
 
 
 def load_scorer(path: str, config: Any, *, trust_remote_code: bool = False, on_meta: bool = False) -> Any:
-    """Return the classification model with float32 weights (`on_meta` without storage) and packed attention.
-
-    On a causal LM's body the head is new and starts at 0. Raises ConfigError if weights are missing or the
-    model is no causal decoder.
-    """
+    """On a causal LM's body the head is new and starts at 0. Raises ConfigError if it cannot be one."""
     from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
     by_token = any(name.endswith("ForTokenClassification") for name in config.architectures)

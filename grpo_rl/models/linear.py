@@ -150,11 +150,7 @@ class _ReducedLinear(torch.autograd.Function):
 
 
 def reduced_product(a: Tensor, b: Tensor, precision: Precision) -> Tensor:
-    """Return `a @ b` of two matrices in float32, of inputs rounded to `precision`.
-
-    On a GPU tensor cores do it. Elsewhere rounded inputs are multiplied in float32, in which every product is
-    exact: the same values but for the order of the sums, and slower.
-    """
+    """`a @ b` in float32 of inputs rounded to `precision`, by tensor cores or, elsewhere, in float32."""
     if precision == "bfloat16":
         a, b = rounded(a, precision), rounded(b, precision)
         if a.is_cuda:

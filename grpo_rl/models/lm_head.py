@@ -144,7 +144,6 @@ def _chunks(num_tokens: int, chunk_tokens: int) -> list[tuple[int, slice]]:
 
 
 def support_of_chunks(counts_T: Tensor | None, ids_M: Tensor | None, chunk_tokens: int) -> list[Support] | None:
-    """Of each chunk."""
     if counts_T is None or ids_M is None:
         return None
     chunks, begin = [], 0

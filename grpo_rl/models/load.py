@@ -94,8 +94,7 @@ def load_lm(path: str, config: Any, *, trust_remote_code: bool = False, on_meta:
 
 
 def refuse_other_head(path: str, key: str = POLICY_KEY) -> None:
-    """Raise ConfigError if the config ties a head that differs in the files, which transformers would
-    read."""
+    """Raise ConfigError for a tied head that differs in the files: transformers would take the files'."""
     try:
         files = WeightFiles.find(path)
         differs = files is not None and files.has_other_head()
@@ -111,8 +110,7 @@ def refuse_other_head(path: str, key: str = POLICY_KEY) -> None:
 def packed_model(
     auto_class: Any, path: str, config: Any, *, trust_remote_code: bool, on_meta: bool, key: str, new: Collection[str] = ()
 ) -> Any:
-    """In float32; `on_meta` without storage. Raises ConfigError if weights but those in `new` (then 0) are
-    missing."""
+    """In float32. Raises ConfigError if weights are missing, but for those in `new`, which are 0 then."""
     attention.register()
     if on_meta:
         config._attn_implementation = attention.ATTENTION_NAME

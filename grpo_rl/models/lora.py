@@ -68,8 +68,7 @@ class Adapters:
 
 
 def add_adapters(lm: Any, model: ModelConfig) -> None:
-    """Freezes everything else; values are `initialize`'s. Raises ConfigError for layers that cannot
-    have one."""
+    """Freezes all else; values are `initialize`'s. Raises ConfigError for layers that cannot have one."""
     from peft import LoraConfig, inject_adapter_in_model
 
     refuse_quantized(getattr(lm.config, "quantization_config", None), model)
@@ -179,8 +178,7 @@ def is_adapter(name: str) -> bool:
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     layers = adapted_layers(model).values()
-    # peft's own switch (`enable_adapters`) also freezes the adapters, of which FSDP took note when it sharded them; 0.21's
-    # `LoraLayer.forward` looks at this attribute alone.
+    # peft's own `enable_adapters` also freezes the adapters; 0.21's `LoraLayer.forward` looks at this alone.
     for layer in layers:
         layer._disable_adapters = True
     try:

@@ -108,8 +108,7 @@ def averaged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 def orthogonal(matrix: Tensor) -> Tensor:
     """Return each matrix [..., m, n] with its singular values brought near to 1 (0.7 to 1.2).
 
-    Five steps of the quintic Newton-Schulz iteration of Jordan et al. (2024), in bfloat16 on a GPU and
-    float32 elsewhere.
+    Five steps of Jordan et al.'s quintic Newton-Schulz iteration (2024), in bfloat16 on a GPU.
     """
     x = matrix.to(torch.bfloat16 if matrix.is_cuda else torch.float32)
     tall = x.shape[-2] > x.shape[-1]

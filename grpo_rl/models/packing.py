@@ -129,10 +129,9 @@ class Layout:
 
     @staticmethod
     def of(token_ids_S: Tensor, lengths_N: Tensor, within_T: Tensor, num_read_N: Tensor, group_N: Tensor | None) -> Layout:
-        """Return the layout of sequences of which the states at `within_T` are read.
+        """`within_T` are the states that are read, from each sequence's first token, `num_read_N` for each.
 
-        `within_T` counts from each sequence's first token, `num_read_N` for each, ascending. Sequences with
-        the same `group_N` share what they have in common up to the first state that is read.
+        Sequences with the same `group_N` share what they have in common up to the first of these.
         """
         ends_N = num_read_N.cumsum(0)
         reads_N = num_read_N > 0
@@ -259,8 +258,7 @@ class Packing:
 
     @staticmethod
     def of(lengths_N: Tensor, device: torch.device | str = "cpu", continues_N: Tensor | None = None) -> Packing:
-        """`continues_N`: the block that each continues, -1 for none; those of one prompt follow it
-        directly."""
+        """`continues_N`: the block that each continues, -1 for none; those of one prompt follow it."""
         lengths = lengths_N.tolist()
         if not lengths or min(lengths) < 1:
             raise ValueError(f"every sequence needs at least one token, got lengths {lengths}")

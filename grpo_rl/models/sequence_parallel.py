@@ -77,11 +77,7 @@ class Slice:
         return out
 
     def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return [1, heads / size, all tokens, d] for each [1, heads, own tokens, d]. A collective, one
-        message for all.
-
-        Fewer heads than ranks, as of shared keys and values, are repeated first.
-        """
+        """Return [1, heads / size, all tokens, d] for each [1, heads, own tokens, d], in one collective."""
         size, parts = self.ranks.size, [self._for_ranks(tensor) for tensor in tensors]
         message = torch.cat([part.flatten(2) for part in parts], dim=2)
         received: Tensor = _Exchange.apply(message, self.ranks.group)
@@ -105,11 +101,7 @@ class Slice:
 
 
 def repeats(num_heads: int, size: int) -> int:
-    """Return how often each head is repeated so that `size` ranks get equally many.
-
-    The query heads that share a key head are neighbours, and their number is a multiple of `size` and of the
-    key heads', so every rank has the key heads that its query heads read, in their order.
-    """
+    """How often each head is repeated: query heads that share a key head are neighbours, and stay so."""
     times = size // math.gcd(num_heads, size)
     return 0 if times == 1 else times
 

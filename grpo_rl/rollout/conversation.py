@@ -28,7 +28,6 @@ class Conversation:
     messages: list[Mapping[str, Any]] = field(default_factory=list)
     finish_reason: FinishReason = "stop"
     state: int = 0
-    """That of the next turn."""
 
     @classmethod
     def of(cls, rollout: Rollout, *, keeps_support: bool) -> Conversation:

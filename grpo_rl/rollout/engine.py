@@ -47,7 +47,6 @@ class EngineSpec:
     enable_prefix_caching: bool = True
     sleep_mode: bool = False
     separate_process: bool = False
-    """vLLM schedules and samples in a child process."""
     updates_in_flight: bool = False
     """Weights come while requests are unfinished: vLLM hands each token over in the step that samples it."""
     weight_backend: WeightBackend = "object_store"
@@ -58,7 +57,6 @@ class EngineSpec:
     fp32_lm_head: bool = False
     deterministic: bool = False
     seed: int = 0
-    """That of requests without one."""
     threads: int = 1
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
 
@@ -128,7 +126,6 @@ class NcclRendezvous:
     rank_offset: int = 1
     """1 + the processes of the replicas before."""
     timeout_s: float = 300.0
-    """The longest wait for others, which may be compiling."""
 
 
 class RolloutEngine(Protocol):

@@ -21,10 +21,7 @@ Without spinning, sampling from 11.8 M parameters took 1.4 times as long; with l
 
 
 def engine_environment(spec: EngineSpec) -> dict[str, str]:
-    """Return the variables to start the process with: OpenMP reads its own when torch is loaded.
-
-    vLLM reads the others when it is imported; the engine sets those that are missing (set_missing).
-    """
+    """OpenMP reads its variables when torch is loaded: set them before; others by set_missing."""
     environment = {"TOKENIZERS_PARALLELISM": "false"}
     if spec.device == "cpu":
         environment |= {"OMP_NUM_THREADS": str(spec.threads), "GOMP_SPINCOUNT": str(SPIN_COUNT)}
@@ -44,8 +41,7 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
     if spec.device == "cpu":
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         if spec.enforce_eager:
-            # vLLM compiles a few helpers even when it runs the model eagerly: 18 s and a C++ compiler
-            # on a fresh machine, for nothing that is slower without.
+            # vLLM compiles helpers even if it runs the model eagerly: 18 s and a C++ compiler, and no gain.
             environment["TORCHDYNAMO_DISABLE"] = "1"
     return environment
 

@@ -76,7 +76,6 @@ def has_file(model: str, name: str) -> bool:
 
 
 def _tokenizer(spec: EngineSpec) -> Any:
-    """None if the model comes without one."""
     source = spec.tokenizer_path or spec.model_path
     # Asked first, because transformers makes an empty tokenizer of a folder that has none, with 0 as its end.
     if spec.tokenizer_path is None and not has_file(source, "tokenizer_config.json"):

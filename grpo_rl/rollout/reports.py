@@ -22,7 +22,6 @@ class Report:
     text_bytes: int = 0
     finite: bool = True
     support_size: int | None = None
-    """The number of ids in the support."""
     cached_tokens: int | None = None
 
 

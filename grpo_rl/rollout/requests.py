@@ -71,7 +71,6 @@ class RequestPool(WholeBatches):
         self.max_staleness = max_staleness
         self.version = 0
         self._wanted: dict[str, tuple[Prompt, int]] = {}
-        """Asked for and not handed over."""
         self._ended: dict[str, Completion] = {}
         """Not handed over yet, in the order of their ends."""
 

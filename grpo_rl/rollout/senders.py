@@ -86,7 +86,6 @@ class IpcSender(WeightSender):
     readers: int = 1
 
     def buckets(self, named_full_tensors: Iterable[NamedTensor]) -> Iterator[WeightBucket]:
-        # The engine has closed its mapping of the last update's buffer.
         torch.cuda.ipc_collect()
         device = torch.cuda.current_device()
         uuid = str(torch.cuda.get_device_properties(device).uuid)
@@ -107,10 +106,9 @@ class IpcSender(WeightSender):
 
 @dataclass(eq=False)
 class NcclSender(WeightSender):
-    """The source rank broadcasts each bucket to all engine processes; buckets are descriptions only.
+    """The source broadcasts buckets in a thread: the engines meet it in `load_bucket`.
 
-    A broadcast meets the engines in their `load_bucket`, so a thread starts it before. vLLM cuts what it
-    receives by `bucket_bytes` too: one bucket is one broadcast.
+    vLLM cuts what it receives by `bucket_bytes` too: one bucket is one broadcast.
     """
 
     def __post_init__(self) -> None:

@@ -85,7 +85,6 @@ def pack_buckets(named_tensors: Iterable[NamedTensor], bucket_bytes: int) -> Ite
 
 
 def pack(group: Sequence[NamedTensor]) -> WeightBucket:
-    """Return one group (of group_by_bytes) in host memory."""
     bucket = describe(group)
     data = np.empty(bucket.nbytes, dtype=np.uint8)
     write_flat(group, torch.from_numpy(data))
@@ -174,11 +173,8 @@ def _dtype(name: str) -> torch.dtype:
 
 
 class WeightUpdate:
-    """The version of the live weights, and the tensors of the next one that have arrived.
-
-    With `in_flight` an update may start while requests are unfinished. A method that raises
-    WeightTransferError changes nothing.
-    """
+    """What arrived of the next weights; `in_flight`: while requests are unfinished. An error changes
+    nothing."""
 
     def __init__(self, expected: Mapping[str, tuple[int, ...]], in_flight: bool = False) -> None:
         self._in_flight = in_flight

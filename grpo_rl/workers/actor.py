@@ -51,7 +51,6 @@ class ActorWorker(Teaches, TrainedRank[ActorSpec, PolicyModel]):
         """What is to be computed of the passes of an optimizer step when it ends."""
         routing = self.model.routing
         self.routers = None if routing is None else RouterWatch(routing, spec, self.device, self._sequences)
-        """None for a model without experts."""
         if spec.ema_decay is not None:
             keep_average(self.optimizer, spec.ema_decay)
 
@@ -72,7 +71,6 @@ class ActorWorker(Teaches, TrainedRank[ActorSpec, PolicyModel]):
     def teacher_logprobs(
         self, shard: Batch, micro_batches: Sequence[Rows], want_hidden: bool, top: tuple[int, int] | None = None
     ) -> tuple[bool, dict[str, Any]]:
-        """By the policy as it is."""
         self.memory.load_weights()
         columns = self._taught(shard, micro_batches, want_hidden, top)
         self.memory.release()
@@ -133,8 +131,7 @@ class ActorWorker(Teaches, TrainedRank[ActorSpec, PolicyModel]):
         if self.routers is not None:
             balance, router_stats = self.routers.loss(step.counts)
             loss, stats = loss + balance, stats | router_stats
-        # Without the trainer's old log-probs, this pass measures how far the engine is from the trainer: if it is
-        # the first with these weights, its own log-probs are those of the sampling policy.
+        # The first pass with these weights has the sampling policy's log-probs: it measures the engine's distance.
         uses_own_logprobs = batch.old_logprobs_T is None or self.spec.old_from_engine
         trainer_logprobs_T = outputs.logprobs_T.detach() if uses_own_logprobs else _here(batch.old_logprobs_T)
         assert trainer_logprobs_T is not None

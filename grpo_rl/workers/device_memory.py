@@ -61,7 +61,6 @@ class DeviceMemory:
         self.free_cache()
 
     def vacate(self) -> None:
-        """Move everything to host memory."""
         fsdp.reshard(self.model)
         self.move_weights(torch.device("cpu"))
         self.move_moments(torch.device("cpu"))

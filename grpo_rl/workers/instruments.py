@@ -27,7 +27,6 @@ PHASES = {
     "poll": "sampling",
     "save": "save",
 }
-"""The phase of each method that is measured."""
 PROFILED = frozenset({"update", "logprobs", "values", "scores"})
 GIB = 2**30
 
@@ -65,7 +64,6 @@ class Instruments:
 
     @contextlib.contextmanager
     def around(self, worker: Any, method: str) -> Iterator[None]:
-        """Measure and perhaps trace the call inside."""
         phase = PHASES.get(method)
         if phase is None:
             yield

@@ -85,7 +85,6 @@ class TrainedRewardModelWorker(Scores, TrainedRank[TrainedRewardModelSpec, Score
         return scores_T
 
     def loss(self, batch: Batch | None, step: OptimizerStep) -> tuple[Tensor, dict[str, Tensor]]:
-        """Over all pairs, or over all labelled steps."""
         scores_T = self.measure(batch)
         if batch is None:
             return scores_T.sum() * 0.0, {}

@@ -95,8 +95,7 @@ class RolloutWorker:
     ) -> list[Completion]:
         """Return what ended since the last poll, as soon as there is something, or nothing after `timeout_s`.
 
-        It waits `min_batch_s` more after the first, and up to `longest_batch_s` while there are fewer than
-        `enough` and the engine has others. Texts are decoded in the caller's thread.
+        It waits `min_batch_s` more after the first, and up to `longest_batch_s` for `enough`.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -294,7 +293,6 @@ class RolloutWorker:
             self._changed.notify_all()
 
     def _refuse_waiting(self) -> None:
-        """Answer the calls that came too late."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -36,11 +36,9 @@ M = TypeVar("M", bound=PackedModel)
 
 
 def join_set(rank: Rank, *, in_host_memory: bool = False) -> torch.device:
-    """Join the process group of this rank's worker group; return this process's device.
+    """Return this process's device. NCCL and gloo use the interface of Ray's address for the machine.
 
-    NCCL and gloo use the interface with the address by which Ray knows the machine, unless the environment
-    names one. For gradients in host memory, ranks of GPUs have gloo beside NCCL: their norm is added up
-    there.
+    For gradients in host memory, ranks of GPUs have gloo too: their norm is added up there.
     """
     if rank.deterministic:
         torch.use_deterministic_algorithms(True)
@@ -126,10 +124,7 @@ def build_sharded(
     read: Callable[[bool], Any] | None = None,
     new: Sequence[str] = (),
 ) -> M:
-    """Return what `wrap` makes of the language model, sharded; each rank reads its own rows.
-
-    `read` gives another model, told whether it is on meta, of whose weights those in `new` may be missing.
-    """
+    """`read` gives another model, on meta or not, of whose weights those in `new` may be missing."""
     model, is_single_rank = spec.model, rank.world_size == 1
     attention.choose_kernel(model.flash_attention)
     read = read or functools.partial(language_model, spec)
@@ -183,11 +178,9 @@ def fill(
     whole: Callable[[], PackedModel],
     new: Sequence[str],
 ) -> None:
-    """Fill a sharded policy around `lm` with its folder's weights; those in `new` may be missing, and are 0
-    then.
+    """Fill a policy with its folder's weights; those in `new` may be missing, and are 0 then.
 
-    If transformers has to rename or rearrange them, rank 0 reads the `whole` model and gives the others their
-    rows. No collective is entered while a rank reads, which may take longer than its limit.
+    If transformers has to rearrange them, rank 0 reads `whole`. No collective is entered meanwhile.
     """
     files = WeightFiles.find(spec.model.path)
     if files is not None and files.fits(lm, new):
@@ -282,7 +275,6 @@ class Saves:
     files: RankFiles
 
     def save(self, folder: str, in_background: bool = False, texts: Mapping[str, str] | None = None) -> None:
-        """See `RankFiles.save`."""
         self.files.save(Path(folder), background=in_background, texts=texts)
 
     def saved(self, wait_s: float) -> Files | None:

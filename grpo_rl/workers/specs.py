@@ -16,8 +16,6 @@ from grpo_rl.types import Batch, Counts
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One process's place in its worker group."""
-
     rank: int
     world_size: int
     master_address: str
@@ -30,7 +28,6 @@ class Rank:
     deterministic: bool = False
     """Only kernels with the same bits every time; an operation without one raises."""
     address: str = "127.0.0.1"
-    """By which Ray knows this process's machine."""
 
     @property
     def patience_s(self) -> float:
@@ -96,7 +93,6 @@ class ActorSpec:
     param_offload: bool = False
     optimizer_offload: bool = False
     old_from_engine: bool = False
-    """Old log-probs are the engine's."""
     measures_engine: bool = False
     """Measure how far the engine is from the old log-probs, which nothing else reads."""
     replays_routing: bool = False
@@ -122,7 +118,6 @@ class OptimizerStep:
     zero_advantage: tuple[Rows, ...] = ()
     """Micro-batches that add nothing to the gradient: forward passes for the statistics only."""
     entropy_coeff: float | None = None
-    """If it is steered from step to step."""
     selected_T: Tensor | None = None
     """The clipped tokens: a bool for each trained token of the rank's shard."""
 

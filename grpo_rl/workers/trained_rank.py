@@ -55,7 +55,6 @@ class TrainedRank(Saves, ABC, Generic[S, M]):
     def build(self) -> M: ...
 
     def export_bytes(self) -> int:
-        """Whole weights in float32."""
         return 4 * sum(parameter.numel() for parameter in self.model.parameters())
 
     @abstractmethod
@@ -63,8 +62,7 @@ class TrainedRank(Saves, ABC, Generic[S, M]):
         """Return this micro-batch's share of the global loss and of the statistics, with `Objective`'s key
         prefixes.
 
-        None is a rank without work in a pass of others: it runs the same layers, for FSDP's collectives, and
-        its loss is 0.
+        None is a rank without work in a pass of others: it runs the same layers, and its loss is 0.
         """
 
     def begin_step(self, batch: Batch, step: OptimizerStep) -> None:
@@ -118,8 +116,7 @@ class TrainedRank(Saves, ABC, Generic[S, M]):
             passes.append(micro_stats)
         for number, rows in enumerate(step.micro_batches):
             last = number == len(step.micro_batches) - 1
-            # On CPU whole gradients stay local until the last micro-batch: one reduction per optimizer step.
-            # On a GPU their memory would not be there, so every micro-batch is reduced into shards.
+            # On CPU whole gradients stay local until the last micro-batch; a GPU lacks the memory for them.
             assert isinstance(self.model, FSDPModule)
             self.model.set_requires_gradient_sync(last or self.device.type == "cuda")
             self._passes("forward", micro_batch=number, rollouts=len(rows))
@@ -211,8 +208,7 @@ def step_optimizer(
     loss: float,
     grad_norm: float,
 ) -> dict[str, float]:
-    """Not taken if not finite on any rank, or nothing is trained: weight decay would move weights. A
-    collective."""
+    """Not taken if not finite on any rank, or nothing is trained: decay moves weights. A collective."""
     finite_1 = torch.tensor([float(math.isfinite(loss) and math.isfinite(grad_norm))])
     if dist.is_initialized() and dist.get_world_size() > 1:
         if dist.get_backend() == "nccl":

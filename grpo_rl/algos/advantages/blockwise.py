@@ -1,8 +1,4 @@
-"""Float64 arithmetic along a long flat axis on the CPU, for the controller's advantages.
-
-A batch has tens of millions of trained tokens: a float64 copy of a column costs more than its arithmetic, so
-only pieces are float64.
-"""
+"""Float64 arithmetic along a long flat axis, in pieces: a float64 copy of a column costs more than it."""
 
 from __future__ import annotations
 

@@ -35,8 +35,7 @@ class AdvantageInput:
 
     @property
     def token_rewards_T(self) -> Tensor:
-        """Float32: the outcome at each last token, minus any KL penalty. Made of the outcomes only if
-        read."""
+        """Float32: the outcome at each last token, minus any KL penalty. Made only if read."""
         return token_rewards(self.rewards_N, self.lengths_N) if self.of_tokens_T is None else self.of_tokens_T
 
     def scores_N(self) -> Tensor:

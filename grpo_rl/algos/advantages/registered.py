@@ -1,9 +1,4 @@
-"""Advantage estimators, registered by their modules' import: rewards of a batch in, one advantage per trained
-token out.
-
-An estimator takes an `AdvantageInput` and its options as keywords with defaults, computes in float64, and
-returns an `AdvantageOutput` in float32.
-"""
+"""Advantage estimators, registered by import. They compute in float64 and return float32."""
 
 from __future__ import annotations
 

@@ -31,11 +31,7 @@ def between_bounds(
     clip_cov_lb: Factor = 1.0,
     clip_cov_ub: Factor = 5.0,
 ) -> Tensor:
-    """Return a random choice of tokens with a covariance between the bounds: `clip_cov_ratio` of all, at
-    least one.
-
-    Raises ValueError for bounds with nothing between them.
-    """
+    """A random choice: `clip_cov_ratio` of all, at least one. Raises ValueError if none is between."""
     if clip_cov_lb >= clip_cov_ub:
         raise ValueError(f"clip_cov_lb={clip_cov_lb:g} must be below clip_cov_ub={clip_cov_ub:g}")
     covariance_T = covariances(advantages_T, old_logprobs_T)

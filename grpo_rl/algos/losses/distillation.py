@@ -1,10 +1,8 @@
-"""Distillation: the distance of the policy π to a teacher τ, as a negative advantage of each token or as a
-loss of its own.
+"""Distillation: the policy π's distance to a teacher τ, as a negative advantage or as a loss of its own.
 
-A distance is an estimate by the token itself (`kl.py`, with τ as the reference), or a divergence over the
-teacher's top k tokens and all others as one. The advantage -k1 is that of "On-Policy Distillation" (Thinking
-Machines Lab, 2025); divergences on the policy's own responses are GKD's (arXiv 2306.13649). Everything is
-float64.
+A distance is an estimate by the token itself (`kl.py`), or a divergence over the teacher's top k tokens and
+all others as one. The advantage -k1 is that of "On-Policy Distillation" (Thinking Machines Lab, 2025);
+divergences are GKD's (arXiv 2306.13649). Everything is float64.
 """
 
 from __future__ import annotations

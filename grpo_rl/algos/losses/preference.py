@@ -1,18 +1,12 @@
-"""Losses over preferences: a chosen and a rejected response to one prompt, compared by the policy's own
-log-probabilities.
+"""Losses over preferences: a chosen and a rejected response, compared by the policy's log-probabilities.
 
-A *pair* is two rollouts of one `group_N` with at least one trained token each, in the same micro-batch. Its
-loss stands on every token of both, so that the averages over responses or prompts (`PAIR_AVERAGES`) make the
-mean over pairs.
-
-The *margin* is how much more the policy prefers the chosen response than the reference does,
+A *pair* is two rollouts of one `group_N` in the same micro-batch. Its loss stands on every token of both, so
+that `PAIR_AVERAGES` make the mean over pairs. The *margin* is how much more the policy prefers the chosen
+response than the reference does,
 
     h = (log π(y_w|x) - log π_ref(y_w|x)) - (log π(y_l|x) - log π_ref(y_l|x)).
 
-beta times a response's log-ratio is its *implicit reward* (DPO, arXiv 2305.18290, section 4, eq. 5 up to a
-term of the prompt).
-
-`kto` reads single responses, each desirable or not (`chosen_N`), and compares their log-ratios with `kl_N`.
+beta times a response's log-ratio is its *implicit reward* (DPO, arXiv 2305.18290, section 4, eq. 5).
 """
 
 from __future__ import annotations
@@ -38,7 +32,6 @@ class Pairs:
     @classmethod
     def of(cls, group_N: Tensor, chosen_N: Tensor) -> Pairs:
         """By group. Raises ValueError if a group is not one chosen and one rejected rollout."""
-        # By group, and in a group the chosen rollout first.
         order_N = torch.argsort(2 * group_N + (~chosen_N).long(), stable=True)
         chosen_P, rejected_P = order_N[: len(order_N) // 2 * 2].view(-1, 2).unbind(1)
         paired = len(order_N) % 2 == 0 and torch.equal(group_N[chosen_P], group_N[rejected_P])
@@ -179,8 +172,7 @@ def simpo(inputs: LossInput, *, beta: Beta = 2.0, gamma: Coefficient = 1.0) -> T
 
     Gradient: ± beta/|y| sigmoid(gamma - beta (m(chosen) - m(rejected))); + on chosen, - on rejected tokens
 
-    SimPO (arXiv 2405.14734), eq. 6. Its section 4 tunes beta in 2.0 to 2.5 and gamma (TRL's `simpo_gamma`) in
-    0.3 to 1.6.
+    SimPO (arXiv 2405.14734), eq. 6; section 4: beta in 2.0 to 2.5, gamma (TRL's `simpo_gamma`) 0.3 to 1.6.
     """
     mean_N, pairs = _log_ratios(inputs, reference_free=True, length_normalised=True)
     loss_P = -logsigmoid(beta * _difference(mean_N, pairs) - gamma)
@@ -190,8 +182,7 @@ def simpo(inputs: LossInput, *, beta: Beta = 2.0, gamma: Coefficient = 1.0) -> T
 @POLICY_LOSSES.register("orpo")
 @needs("pairs")
 def orpo(inputs: LossInput, *, beta: Beta = 0.1) -> TokenLoss:
-    """The chosen response's mean negative log-prob, and beta times the log-loss of the odds between both
-    responses.
+    """The chosen response's mean negative log-prob, and beta times the log-loss of the responses' odds.
 
     Formula: -m(chosen) - beta log sigmoid(o(chosen) - o(rejected)); o = m - log(1 - e^m), m = log π(y|x)/|y|
 
@@ -220,9 +211,9 @@ def kto(
 
     Gradient: ± w beta s (1 - s), s = sigmoid(beta (l - z)); w = desirable_weight and + on desirable tokens, else undesirable_weight and -
 
-    KTO (arXiv 2402.01306), eq. 8, as in TRL: z estimates the policy's KL to the reference without gradient,
-    over the whole batch, from each prompt with the answer of the row after it. Its section 4.2 keeps
-    desirable_weight times the number of desirable rows in 1 to 4/3 of the same of the others.
+    KTO (arXiv 2402.01306), eq. 8, as in TRL: z is over the whole batch, of each prompt with the answer of the
+    row after it. Section 4.2 keeps desirable_weight times the number of desirable rows in 1 to 4/3 of the
+    others'.
     """
     ratio_N = _log_ratio_N(inputs, reference_free=False, length_normalised=False)
     desirable_N, kl_N = inputs.column("chosen_N"), inputs.column("kl_N").double()

@@ -1,8 +1,4 @@
-"""Policy losses, registered by their modules' import: one loss per trained token, averaged in `aggregate.py`.
-
-A loss takes a `LossInput` and its options as keywords with defaults, computes in float64, because log-probs
-of -30 leave a float32 ratio few digits, and returns a `TokenLoss`.
-"""
+"""Policy losses, registered by import. They compute in float64: a float32 ratio of -30 has few digits."""
 
 from __future__ import annotations
 

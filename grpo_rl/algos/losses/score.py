@@ -101,7 +101,7 @@ def sapo(inputs: LossInput, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.05
 @POLICY_LOSSES.register("dppo_tv")
 @by_advantage
 def dppo_tv(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0.2, max_ratio: Positive = 20.0) -> TokenLoss:
-    """REINFORCE weighted by the ratio, without the tokens whose probability has moved far in the paying
+    """REINFORCE weighted by the ratio, without tokens whose probability has moved far in the paying
     direction.
 
     Formula: -sg(min(r, max_ratio)) A log π, but 0 where A > 0 and π - π_old > clip_high, or A <= 0 and π - π_old < -clip_low;

@@ -31,7 +31,6 @@ class _Running:
     logprobs: list[float] = field(default_factory=list)
     versions: Versions = ()
     left: list[Tensor] = field(default_factory=list)
-    """The ids that each token was sampled from."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -47,11 +46,8 @@ class _Batch:
 
 
 class HfEngine:
-    """`AutoModelForCausalLM` behind the RolloutEngine protocol, without a prefix cache or sleep.
-
-    `batched`: all running requests are one batch. Otherwise each is its own: the last bits of a matrix
-    product depend on its shape, and so on which others are there, a matter of timing.
-    """
+    """`batched`: all running requests are one batch. Otherwise each is its own: its bits depend on no
+    other."""
 
     def __init__(self, spec: EngineSpec) -> None:
         if spec.tensor_parallel_size != 1:
@@ -64,7 +60,6 @@ class HfEngine:
         model: Any = AutoModelForCausalLM.from_pretrained(spec.model_path, config=load_config(spec), **options)
         self._model = model.to(self._device).eval()
         self._stop_ids = frozenset(stop_token_ids(spec))
-        # Views: what is copied into them is in the model.
         self._own = dict(stored_tensors(self._model.state_dict().items()))
         shapes = {name: tuple(tensor.shape) for name, tensor in self._own.items()}
         self._update = WeightUpdate(shapes, in_flight=self.updates_in_flight)
@@ -217,10 +212,9 @@ def _completion(row: _Running, reason: FinishReason) -> Completion:
 
 
 class RowCache:
-    """Keys and values of some rows, aligned at their ends: [rows, heads, width, head dim] for each layer.
+    """Keys and values of rows aligned at their ends: [rows, heads, width, head dim] for each layer.
 
-    A shorter row has masked columns at the front, and its positions count from its first token. Rows of equal
-    length need no mask, so a row alone is computed exactly as without batches.
+    A shorter row has masked columns at the front. Rows of equal length need no mask.
     """
 
     def __init__(self, cache: DynamicCache, lengths: Sequence[int]) -> None:

@@ -96,11 +96,8 @@ class BucketUpdateInfo(WeightTransferUpdateInfo):
 
 
 class ObjectStoreEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
-    """Loads buckets from host memory.
-
-    vLLM's layerwise reload rebuilds each layer empty, loads and packs it, and copies it over the old one: a
-    worker that packed its weights has dropped the originals.
-    """
+    """vLLM's layerwise reload rebuilds a layer empty, loads, packs and copies it: packing dropped the
+    originals."""
 
     init_info_cls = NoInitInfo
     update_info_cls = BucketUpdateInfo
@@ -151,8 +148,7 @@ class NcclEngine(NCCLWeightTransferEngine):
     init_info_cls = NcclInitInfo  # type: ignore[assignment]
 
     def init_transfer_engine(self, init_info: NcclInitInfo) -> None:  # type: ignore[override]
-        # vLLM's own call to leave the group before, `shutdown_weight_transfer_engine`, is refused during an update; before 0.32
-        # it only forgot the group.
+        # vLLM's own `shutdown_weight_transfer_engine` is refused during an update; before 0.32 it only forgot the group.
         if self.model_update_group is not None:
             self.model_update_group.destroy()
             self.model_update_group = None
