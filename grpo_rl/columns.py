@@ -1,9 +1,5 @@
-"""Values that stay in the memory of the process that made them: views of one response's, remote columns of a
-whole batch's.
-
-Token ids, log-probs and text stay where a rollout process or a rank made them; the controller handles their
-number and place.
-"""
+"""Values that stay in the memory of the process that made them; the controller handles their number and
+place."""
 
 from __future__ import annotations
 
@@ -16,9 +12,8 @@ import torch
 from torch import Tensor
 
 Block: TypeAlias = Mapping[str, Any]
-"""Flat arrays by name, the values of several responses back to back. A rollout process's has `token_ids`
-(int32), `logprobs` (float32), `support_counts`, `support_ids` (int32, `types.Support`) and `text` (UTF-8
-as uint8)."""
+"""Flat arrays by name, several responses back to back. A rollout process's: `token_ids` (int32), `logprobs`
+(float32), `support_counts`, `support_ids` (int32, `types.Support`) and `text` (UTF-8 as uint8)."""
 
 
 class RemoteBlock(Protocol):

@@ -1,8 +1,7 @@
-"""Settings of torch's allocator of GPU memory.
+"""Settings of torch's allocator of GPU memory: segments expand as a pass needs.
 
-Passes differ in length, so segments expand as a pass needs. Their memory is handed over as a file descriptor,
-which engines, siblings of the ranks, may not open. torch resets the settings that a new string leaves out, so
-the user's are repeated.
+But engines, siblings of the ranks, may not open the file descriptors of expandable segments. torch resets the
+settings that a new string leaves out, so the user's are repeated.
 """
 
 from __future__ import annotations

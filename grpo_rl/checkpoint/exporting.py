@@ -32,12 +32,10 @@ def is_exported(checkpoint: Path, folder: Path) -> bool:
 def export_policy(checkpoint: Path, base: str, model: Mapping[str, Any], target: Path) -> Path:
     """Write the policy of a checkpoint to `target`, a new folder or an export of before, and return it.
 
-    `base` is the folder of the model that the run began with; `model` is the section
-    `actor_rollout_ref.model` of the run. The weights are float32, the same to the bit as the run's own
-    export. Adapters are merged (several ranks differ in the last bit), and in a peft folder inside.
-
-    Raises CheckpointError if the checkpoint cannot be trusted or does not fit, or `target` cannot be written;
-    ConfigError for a base that cannot be used.
+    `base` is the folder of the model that the run began with; `model` is `actor_rollout_ref.model`. The
+    weights are float32, the same to the bit as the run's own export. Adapters are merged, and in a peft
+    folder inside. Raises CheckpointError if the checkpoint or `target` cannot be used; ConfigError for a
+    base.
     """
     from grpo_rl.models import fsdp, load, lora
     from grpo_rl.models.forward import PolicyModel

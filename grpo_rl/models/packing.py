@@ -1,12 +1,11 @@
-"""The flat axis of a forward pass: which tokens are computed, where their blocks lie, and which states are
-read.
+"""The flat axis of a forward pass: which tokens are computed, where their blocks lie, which states are read.
 
 A *block* is a whole sequence, the prompt that several sequences share, or what one of these has after the
 prompt: that block *continues* the prompt's, and attends to it and to itself.
 
 A state depends only on the tokens before it, so a prompt's are the same in every response, and their gradient
-is the sum of what the responses send back: a prompt is computed once. If prompts are shared, what comes after
-the last state that is read is left out.
+is the sum of what the responses send back: a prompt is computed once. What comes after the last state that is
+read is left out.
 """
 
 from __future__ import annotations
@@ -55,14 +54,12 @@ class Sequences:
         group_N: Tensor | None = None,
         experts_S: Tensor | None = None,
     ) -> Sequences:
-        """Return the input for sequences of `lengths_N` tokens, of which those at the flat `positions_T` are
-        trained.
+        """Return the input for sequences of `lengths_N` tokens, trained at the flat `positions_T`.
 
         Those with the same `group_N` share their common beginning; None shares nothing. `experts_S` [S,
-        layers, top_k] are given experts.
-
-        The only shift: the hidden state at position t predicts token t + 1, so that of a trained token at p
-        is the one at p - 1. Raises ValueError for a trained token that is its sequence's first.
+        layers, top_k] are given experts. The only shift: the hidden state at position t predicts token t + 1,
+        so that of a trained token at p is the one at p - 1. Raises ValueError for a trained token that is its
+        sequence's first.
         """
         starts_T = torch.repeat_interleave(lengths_N.cumsum(0) - lengths_N, trained_lengths_N)
         within_T = positions_T - starts_T
@@ -175,9 +172,8 @@ def _blocks(
     num_read_N: Tensor,
     families: list[tuple[list[int], int]],
 ) -> Layout:
-    blocks: list[
-        tuple[int, int, int]
-    ] = []  # of each the place among the sequences' tokens, the length, the block that it continues
+    # Begin among the sequences' tokens, length, and the block that it continues.
+    blocks: list[tuple[int, int, int]] = []
     shared_N, prompt_N, own_N = (torch.zeros_like(needed_N) for _ in range(3))
     starts, needed = starts_N.tolist(), needed_N.tolist()
     grouped = {row for rows, _ in families for row in rows}
@@ -214,7 +210,9 @@ class Rectangles:
     """Blocks as padded rectangles, for kernels that take no variable lengths."""
 
     groups: tuple[Tensor, ...]
+    """The flat position [B, L] of each cell; padding repeats the row's last token."""
     restore_S: Tensor
+    """The row of each flat position in the groups' outputs laid end to end."""
 
     @staticmethod
     def of(lengths_N: Tensor, device: torch.device | str) -> Rectangles:

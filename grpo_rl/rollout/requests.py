@@ -113,11 +113,8 @@ class RequestPool(WholeBatches):
         """Yield rollouts as they end, until none of `only` is missing, or for `wait_s` seconds.
 
         Others are kept for a later call. More may be submitted meanwhile, and an iteration that is given up
-        loses nothing.
-
-        Raises WeightVersionError for a rollout with a token of other weights than `max_staleness` allows,
-        ClusterError if a replica fails that cannot be replaced, or if nothing ends for
-        `trainer.step_timeout_s`.
+        loses nothing. Raises WeightVersionError for a token of weights older than `max_staleness` allows,
+        ClusterError if a replica cannot be replaced, or nothing ends for `trainer.step_timeout_s`.
         """
         deadline = None if wait_s is None else time.monotonic() + wait_s
         chosen = None if only is None else set(only)

@@ -1,8 +1,7 @@
-"""The floating point operations of a model's passes, counted as they are made.
+"""The floating point operations of a model's passes, as in model FLOPs utilization (PaLM, Appendix B).
 
-As in model FLOPs utilization (Chowdhery et al. 2022, PaLM, Appendix B): two operations for each weight that a
-token is multiplied with, twice as many again in a backward pass, and attention over the tokens attended to. A
-shared prompt counts once, what gradient checkpointing computes again not at all.
+Two operations for each weight that a token is multiplied with, twice as many again backwards, and attention.
+A shared prompt counts once, what gradient checkpointing computes again not at all.
 """
 
 from __future__ import annotations
