@@ -17,7 +17,8 @@ from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.data.row_set import TrainingSet
 from grpo_rl.data.rows import Example
-from grpo_rl.errors import ConfigError, DataError, FunctionError
+from grpo_rl.data.sources.source import differences
+from grpo_rl.errors import CheckpointError, ConfigError, DataError, FunctionError
 from grpo_rl.registry import Registry
 
 
@@ -240,3 +241,28 @@ def make_row_order(
         is_usable=lambda row: not is_retired(row) and dataset.usable(row),
         shares=() if data.train_weights is None else list(zip(sizes, data.train_weights, strict=True)),
     )
+
+
+def resume_order(
+    sampler: RowOrder, data: PromptDataset | TrainingSet[Any], state: dict[str, Any], *, allow_change: bool
+) -> bool:
+    """Let the sampler continue where `state` was taken; return False if data have changed and their next epoch begins instead.
+
+    Raises CheckpointError for data that have changed, unless that is allowed.
+    """
+    changes = differences(state["data"], data.fingerprint) if "data" in state else []
+    num_rows = state.get("num_rows")
+    if not changes and num_rows is not None and num_rows != len(data):
+        changes = [f"{num_rows} rows were used, now {len(data)} are"]
+    if not changes and (shares := sampler.state_dict().get("shares")) != state.get("shares"):
+        changes = [f"rows and data.train_weights of the entries were {state.get('shares')}, now {shares}"]
+    if changes and not allow_change:
+        raise CheckpointError(
+            f"the training data have changed since the checkpoint: {'; '.join(changes)}. Its position in them means nothing "
+            "now; give the data of before, or start the next epoch with the new ones by data.allow_change=true"
+        )
+    if changes:
+        sampler.seek(int(state["epoch"]) + 1, 0)
+        return False
+    sampler.load_state_dict(state)
+    return True

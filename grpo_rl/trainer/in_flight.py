@@ -89,8 +89,6 @@ class InFlight:
         """The moment since which there are requests, or none."""
         self._idle_s = 0.0
 
-    # ---- asking ------------------------------------------------------------------------------------------------
-
     def top_up(self) -> None:
         """Draw prompts and ask for their responses, as many as there is room for and the steps left train.
 
@@ -150,8 +148,6 @@ class InFlight:
         elif self._since is not None:
             self._idle_s += now_s - self._since
         self._since = now_s
-
-    # ---- which groups can be trained -----------------------------------------------------------------------------
 
     def wait(self, enough: Callable[[], bool], training: Future[Any] | None = None) -> None:
         """Take in responses and hand them to the rewards until there is enough, or `training`, the work beside it, has failed."""
@@ -231,8 +227,6 @@ class InFlight:
         self._remove(useless)
         self._untrained += useless
 
-    # ---- a batch -----------------------------------------------------------------------------------------------
-
     def take(self, choose: Choose | None) -> list[Group]:
         """Wait for the groups of the next batch, and return them as they were drawn."""
         batch: list[Group] | None = None
@@ -284,8 +278,6 @@ class InFlight:
         if unfinished:
             self.session.rollout.forget([name for group in unfinished for name in group.ids])
             self._count(-sum(group.missing for group in unfinished))
-
-    # ---- the state ---------------------------------------------------------------------------------------------
 
     @property
     def has_batch(self) -> bool:

@@ -18,12 +18,11 @@ from grpo_rl.algos.scoring_quality import pair_quality, step_quality
 from grpo_rl.algos.segments import Segments
 from grpo_rl.columns import values
 from grpo_rl.config.schema.tree import Config
-from grpo_rl.data.draw_order import make_row_order
+from grpo_rl.data.draw_order import make_row_order, resume_order
 from grpo_rl.data.row_set import TrainingRows, TrainingSet
 from grpo_rl.faults import fault_point
 from grpo_rl.protocols import Actor, TrainedRewardModel
 from grpo_rl.trainer.parts import Roles
-from grpo_rl.trainer.sampled.selection import resume_order
 from grpo_rl.trainer.sampled.trained import check_finite
 from grpo_rl.types import Batch, Counts, Metrics
 
@@ -144,9 +143,6 @@ def scored_rows(model: TrainedRewardModel, data: TrainingSet[Any], batch_size: i
         margin_P = torch.zeros(len(pairs.chosen_P)) if batch.margins_N is None else batch.margins_N[pairs.chosen_P]
         parts.append({"chosen_P": scores[pairs.chosen_P], "rejected_P": scores[pairs.rejected_P], "margin_P": margin_P})
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
-# ---- the reference's log-probs -------------------------------------------------------------------------------------
 
 
 class ReferenceRows:

@@ -113,11 +113,16 @@ class RunLoop:
             self.output.console.warn(f"training ends at step {self.step} of {self.total_steps}: {reason}")
 
     def leave(self) -> None:
-        """Commit the last state, as the configuration says."""
+        """Commit the last state. Raises CheckpointError if that fails and the user asked for checkpoints."""
         self._complete_left_step()
         if self.step > 0 and (self.config.trainer.save_freq > 0 or self.config.trainer.save_at_end):
             self.progress.phase("save")
-            self._save_end()
+            try:
+                self.keep()
+            except CheckpointError as error:
+                if self.config.trainer.save_freq > 0:
+                    raise
+                self.output.console.warn(f"NOT SAVED: {error}. A longer run cannot go on from this one's end")
         saved = self.store.steps()
         if best := [step for step in self.store.best if step in saved][:1]:
             self.output.console.info(f"the best validation that is saved: {self.store.folder}/step_{best[0]}")
@@ -245,7 +250,7 @@ class RunLoop:
             return
         self.output.stop.finishing()
         self.progress.phase("save")
-        self.saving.settle(self.step, self.state_dict)
+        self.keep()
         raise StoppedByAlarm(
             f"{finding.title} [{finding.name}, since step {finding.since}; trainer.stop_on]\n{finding.evidence}\n"
             f"step {self.step} of {self.total_steps} is saved: the same command goes on from it, with a changed key or without; "
@@ -259,20 +264,9 @@ class RunLoop:
         if not self.session.has_trained:  # a step whose weights have changed is finished
             self.output.stop.phase(name)
 
-    # ---- saving and going on ------------------------------------------------------------------------------
-
     def keep(self) -> None:
         """Commit the state as it is, if it is not committed. Raises CheckpointError."""
         self.saving.settle(self.step, self.state_dict)
-
-    def _save_end(self) -> None:
-        """Commit the last state. Raises CheckpointError if that fails and the user asked for checkpoints."""
-        try:
-            self.keep()
-        except CheckpointError as error:
-            if self.config.trainer.save_freq > 0:
-                raise
-            self.output.console.warn(f"NOT SAVED: {error}. A longer run cannot go on from this one's end")
 
     def _keep_finished(self) -> None:
         """Save what was trained before a step whose data cannot be used."""
@@ -294,7 +288,7 @@ class RunLoop:
             return Preempted(f"{request}: no step was done, so the same command begins anew")
         self.progress.phase("save")
         with self.output.console.progress(f"saving step {self.step}", keep=False):
-            self.saving.settle(self.step, self.state_dict)
+            self.keep()
         return Preempted(f"{request}: step {self.step} of {self.total_steps} is saved; the same command goes on from there")
 
     def resume(self, checkpoint: Checkpoint | Path) -> None:

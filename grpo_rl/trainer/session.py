@@ -116,8 +116,6 @@ class Session:
         self._flight: InFlight | None = None
         self.begin_step()
 
-    # ---- the steps -----------------------------------------------------------------------------------------------
-
     def steps(self) -> Iterator[Step]:
         """Yield the steps to come; what is due after a step happens before the next one. Raises Preempted after a signal, saved."""
         return self.run_steps()
@@ -171,8 +169,6 @@ class Session:
             self.output.rollouts.write("rollouts", self.step, rollouts, advantages)
         return metrics
 
-    # ---- the roles, which are there if the schedule needs them -----------------------------------------------------
-
     @property
     def actor(self) -> Actor:
         """The policy that is trained."""
@@ -202,8 +198,6 @@ class Session:
     def engine_version(self) -> int:
         """The version of the engines' weights."""
         return self.rollout.version
-
-    # ---- sampling --------------------------------------------------------------------------------------------------
 
     def next_prompts(self, rows: Sequence[int] | None = None) -> list[Prompt]:
         """Return the next `data.train_batch_size` prompts, or those of the training data's `rows` (numbers from 0 on).
@@ -284,8 +278,6 @@ class Session:
     def _more_rollouts(self) -> list[Rollout]:
         return self.score(self.sample(self.next_prompts()))
 
-    # ---- sampling beside training ----------------------------------------------------------------------------------
-
     @property
     def flight(self) -> InFlight:
         """The groups that were drawn and not trained."""
@@ -343,8 +335,6 @@ class Session:
         self.output.stop.finishing()
         with self.rollout.keep_weights():
             return self.flight.sample_beside(in_background("training", lambda: self.train(rollouts)))
-
-    # ---- from rollouts to new weights ------------------------------------------------------------------------------
 
     def train(self, rollouts: Sequence[Rollout]) -> Metrics:
         """Return the metrics of `batch`, `logprobs`, `values`, `advantages` and `update`; none without rollouts."""
@@ -504,8 +494,6 @@ class Session:
         self.trained = [rollout for pair in pairs for rollout in pair]
         return metrics
 
-    # ---- how good the weights are --------------------------------------------------------------------------------
-
     def evaluate(self) -> Metrics:
         """Return metrics of the present weights on the validation rows and prompts; empty without any.
 
@@ -533,8 +521,6 @@ class Session:
     def validates(self) -> bool:
         """True if there is anything to validate on."""
         return self.val_data is not None or (self.rows is not None and self.rows.val_data is not None)
-
-    # ---- what the run asks -----------------------------------------------------------------------------------------
 
     def ended(self) -> str | None:
         """Return why no further step can be done, and what to do about it; None while there is one."""

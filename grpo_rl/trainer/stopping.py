@@ -64,8 +64,6 @@ class Stop:
         self._came: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._over = threading.Event()
 
-    # ---- what a run reports ----------------------------------------------------------------------------------
-
     def listen(self) -> None:
         """Answer the signals from now on; to be called again after a library has taken them for itself."""
         if self._watcher is None:
@@ -110,8 +108,6 @@ class Stop:
     def finishing(self) -> None:
         """Let signals interrupt nothing from now on."""
         self._interruptible = False
-
-    # ---- what a signal does ----------------------------------------------------------------------------------
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         name, current_time = signal.Signals(number).name, time.monotonic()

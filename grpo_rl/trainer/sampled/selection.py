@@ -7,10 +7,8 @@ from typing import Any
 
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.dataset import PromptDataset
-from grpo_rl.data.draw_order import Curriculum, RowOrder, make_row_order
-from grpo_rl.data.row_set import TrainingSet
-from grpo_rl.data.sources.source import differences
-from grpo_rl.errors import CheckpointError, DataError, FunctionError, RewardError
+from grpo_rl.data.draw_order import Curriculum, make_row_order, resume_order
+from grpo_rl.errors import DataError, FunctionError, RewardError
 from grpo_rl.registry import Registry
 from grpo_rl.trainer.sampled.trained import with_reward
 from grpo_rl.types import Metrics, Prompt, Rollout
@@ -137,31 +135,6 @@ class Selection:
 
     def _data_metrics(self) -> Metrics:
         return {} if self.settings.retire_above is None else {"data/retired_fraction": len(self.retired) / len(self.data)}
-
-
-def resume_order(
-    sampler: RowOrder, data: PromptDataset | TrainingSet[Any], state: dict[str, Any], *, allow_change: bool
-) -> bool:
-    """Let the sampler continue where `state` was taken; return False if data have changed and their next epoch begins instead.
-
-    Raises CheckpointError for data that have changed, unless that is allowed.
-    """
-    changes = differences(state["data"], data.fingerprint) if "data" in state else []
-    num_rows = state.get("num_rows")
-    if not changes and num_rows is not None and num_rows != len(data):
-        changes = [f"{num_rows} rows were used, now {len(data)} are"]
-    if not changes and (shares := sampler.state_dict().get("shares")) != state.get("shares"):
-        changes = [f"rows and data.train_weights of the entries were {state.get('shares')}, now {shares}"]
-    if changes and not allow_change:
-        raise CheckpointError(
-            f"the training data have changed since the checkpoint: {'; '.join(changes)}. Its position in them means nothing "
-            "now; give the data of before, or start the next epoch with the new ones by data.allow_change=true"
-        )
-    if changes:
-        sampler.seek(int(state["epoch"]) + 1, 0)
-        return False
-    sampler.load_state_dict(state)
-    return True
 
 
 def metric_of(rollout: Rollout, name: str, factors: Mapping[str, float]) -> float:

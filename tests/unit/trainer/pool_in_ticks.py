@@ -22,7 +22,7 @@ class Running:
 
     prompt: Prompt
     sample: int
-    left: int
+    remaining: int
     versions: Versions = ()
 
 
@@ -78,10 +78,10 @@ class Pool(WholeBatches):
     def completed(self, wait_s: float | None = None, only: Collection[str] | None = None) -> Iterator[Rollout]:
         self._check()
         while True:
-            wanted = [one for one in self._ended if only is None or self._id(one) in only]
-            for one in wanted:
-                self._ended.remove(one)
-                yield self._rollout(one)
+            wanted = [response for response in self._ended if only is None or self._id(response) in only]
+            for response in wanted:
+                self._ended.remove(response)
+                yield self._rollout(response)
             if not self._queue and not self._running:
                 self.is_done.set()
                 return
@@ -91,7 +91,9 @@ class Pool(WholeBatches):
                 return
             if wait_s is not None:
                 self.ticks_left -= 1
-            if only is not None and not {self._id(one) for one in [*self._queue, *self._running, *self._ended]} & set(only):
+            if only is not None and not {self._id(response) for response in [*self._queue, *self._running, *self._ended]} & set(
+                only
+            ):
                 return
             self.tick()
 
@@ -102,18 +104,18 @@ class Pool(WholeBatches):
     def tick(self) -> None:
         while self._queue and len(self._running) < self.slots:
             self._running.append(self._queue.popleft())
-        for one in list(self._running):
-            one.left -= 1
-            one.versions = extended(one.versions, self.version, 1)
-            if one.left <= 0:
-                self._running.remove(one)
-                self._ended.append(one)
+        for response in list(self._running):
+            response.remaining -= 1
+            response.versions = extended(response.versions, self.version, 1)
+            if response.remaining <= 0:
+                self._running.remove(response)
+                self._ended.append(response)
 
     def forget(self, ids: Collection[str]) -> None:
         self._check()
-        self._queue = deque(one for one in self._queue if self._id(one) not in ids)
-        self._running = [one for one in self._running if self._id(one) not in ids]
-        self._ended = [one for one in self._ended if self._id(one) not in ids]
+        self._queue = deque(response for response in self._queue if self._id(response) not in ids)
+        self._running = [response for response in self._running if self._id(response) not in ids]
+        self._ended = [response for response in self._ended if self._id(response) not in ids]
 
     def generate(self, prompts, n, sampling, on_finish=None, *, greedy=False):  # type: ignore[no-untyped-def]
         self.calls.append("generate")
@@ -122,19 +124,19 @@ class Pool(WholeBatches):
     def rest(self) -> None: ...
 
     def _check(self) -> None:
-        """The pool is used from one thread."""
+        """The pool is used from response thread."""
         if threading.get_ident() != self._thread:
             self.is_used_by_another_thread = True
 
-    def _id(self, one: Running) -> str:
-        return f"{one.prompt.uid}/{one.sample}"
+    def _id(self, response: Running) -> str:
+        return f"{response.prompt.uid}/{response.sample}"
 
-    def _rollout(self, one: Running) -> Rollout:
-        length = sum(number for _, number in one.versions)
-        right = one.sample % 2 == 0 if one.sample != GREEDY else False
+    def _rollout(self, response: Running) -> Rollout:
+        length = sum(number for _, number in response.versions)
+        right = response.sample % 2 == 0 if response.sample != GREEDY else False
         ids = (*[2] * (length - 1), 3 if right else 4)
-        text = str(one.prompt.ground_truth) if right else "no idea"
-        return Rollout(one.prompt, one.sample, ids, (-0.5,) * length, "stop", one.versions, text=text)
+        text = str(response.prompt.ground_truth) if right else "no idea"
+        return Rollout(response.prompt, response.sample, ids, (-0.5,) * length, "stop", response.versions, text=text)
 
 
 class Actor(Policy):

@@ -38,10 +38,10 @@ BATCH, N = 2, 4
 
 
 def config_of(
-    schedule: str, *, algorithm: AlgorithmConfig | None = None, data: dict[str, Any] | None = None, **own: Any
+    schedule: str, *, algorithm: AlgorithmConfig | None = None, data: dict[str, Any] | None = None, **options: Any
 ) -> Config:
-    trainer = {name: own.pop(name) for name in ("save_freq", "test_freq", "val_before_train") if name in own}
-    config = make_config(algorithm, schedule=schedule, asynchronous=AsynchronousConfig(**own), **trainer)
+    trainer = {name: options.pop(name) for name in ("save_freq", "test_freq", "val_before_train") if name in options}
+    config = make_config(algorithm, schedule=schedule, asynchronous=AsynchronousConfig(**options), **trainer)
     return dataclasses.replace(config, data=dataclasses.replace(config.data, **(data or {})))
 
 
@@ -52,13 +52,13 @@ def long_tailed(seed: int) -> Callable[[str, int], int]:
 
 def ledger(run: RunLoop) -> dict[int, list[tuple[str, int]]]:
     """Uid and length of each trained rollout, by step."""
-    found = {}
+    trained = {}
     for path in sorted(run.output.run_dir.rollouts.glob("step_*.jsonl")):
         records = read_rollouts(path)
-        found[int(path.stem.partition("_")[2])] = [
+        trained[int(path.stem.partition("_")[2])] = [
             (record["uid"], record["response_length"]) for record in records if record["advantage"] is not None
         ]
-    return found
+    return trained
 
 
 def rows_of(run: RunLoop) -> list[dict[str, float]]:
@@ -100,8 +100,8 @@ def test_one_step_off_trains_each_batch_one_version_after_the_one_that_sampled_i
     assert_each_prompt_is_trained_once(run, 5)
     rows = rows_of(run)
     assert [row["staleness/min"] for row in rows] == [0, 1, 1, 1, 1] == [row["staleness/max"] for row in rows]
-    own = [sampling for sampling in pool.samplings if sampling.temperature > 0]
-    assert own == [training_sampling(config, batch) for batch in range(1, 6)], "a batch is seeded by its own number"
+    training = [sampling for sampling in pool.samplings if sampling.temperature > 0]
+    assert training == [training_sampling(config, batch) for batch in range(1, 6)], "a batch is seeded by its own number"
     without = [call for call in pool.calls if call not in ("generate", "submit 3x1")]
     # The second batch is asked for before the first one is trained, with the same weights.
     assert without[:4] == ["sync 0", "sync 0", "submit 2x4", "sync 0"]
@@ -145,8 +145,8 @@ def test_a_token_beyond_the_bound_ends_the_run_before_it_is_trained(make):
     class Late(Pool):
         """Hands over responses with a token of older weights than they can have."""
 
-        def _rollout(self, one):  # type: ignore[no-untyped-def]
-            rollout = super()._rollout(one)
+        def _rollout(self, response):  # type: ignore[no-untyped-def]
+            rollout = super()._rollout(response)
             if self.version == 3:
                 rollout.versions = ((1, 1), (self.version, len(rollout.response_ids) - 1))
             return rollout
@@ -173,9 +173,9 @@ def test_a_token_beyond_the_bound_ends_the_run_before_it_is_trained(make):
 def test_a_stopped_run_loses_no_prompt_and_trains_none_twice(
     make, listening, monkeypatch, schedule, call, count, saved, refills
 ):
-    steps, own = 7, {"max_staleness": 2} if schedule == "async" else {}
+    steps, options = 7, {"max_staleness": 2} if schedule == "async" else {}
     kind, settings, rows = (PartlySolved, refilling, 120) if refills else (Pool, config_of, 16)
-    config = settings(schedule, save_freq=-1, **own)
+    config = settings(schedule, save_freq=-1, **options)
 
     def started() -> tuple[RunLoop, Pool, Actor]:
         pool = kind(long_tailed(1), slots=6)
@@ -238,10 +238,10 @@ def test_an_error_of_sampling_waits_for_the_training_before_it_ends_the_run(make
 class PartlySolved(Pool):
     """A pool whose policy always answers some prompts right, so that their groups have no signal."""
 
-    def _rollout(self, one):  # type: ignore[no-untyped-def]
-        rollout = super()._rollout(one)
-        if not has_signal(one.prompt.uid):
-            rollout.text = str(one.prompt.ground_truth)
+    def _rollout(self, response):  # type: ignore[no-untyped-def]
+        rollout = super()._rollout(response)
+        if not has_signal(response.prompt.uid):
+            rollout.text = str(response.prompt.ground_truth)
         return rollout
 
 
@@ -249,9 +249,11 @@ def has_signal(uid: str) -> bool:
     return random.Random(uid).random() < 0.35
 
 
-def refilling(schedule: str, *, draws: int = 20, gen_batch_size: int | None = None, **own: Any) -> Config:
+def refilling(schedule: str, *, draws: int = 20, gen_batch_size: int | None = None, **options: Any) -> Config:
     groups = FilterGroupsConfig(enable=True, max_num_gen_batches=draws)
-    return config_of(schedule, algorithm=AlgorithmConfig(filter_groups=groups), data={"gen_batch_size": gen_batch_size}, **own)
+    return config_of(
+        schedule, algorithm=AlgorithmConfig(filter_groups=groups), data={"gen_batch_size": gen_batch_size}, **options
+    )
 
 
 def trained_groups(run: RunLoop) -> dict[int, list[str]]:
@@ -264,8 +266,8 @@ def test_async_without_staleness_is_the_synchronous_schedule(make, refills, gen_
     for schedule in ("sync", "async"):
         pool = PartlySolved(long_tailed(3), slots=5) if refills else Pool(long_tailed(3), slots=3)
         actor = Actor(pool)
-        own = {"max_staleness": 0} if schedule == "async" else {}
-        config = refilling(schedule, gen_batch_size=gen_batch_size, **own) if refills else config_of(schedule, **own)
+        options = {"max_staleness": 0} if schedule == "async" else {}
+        config = refilling(schedule, gen_batch_size=gen_batch_size, **options) if refills else config_of(schedule, **options)
         run, _ = make(config, 6, with_val=False, rows=40, policy=actor, pool=pool, reference=True)
         run.fit()
         trained.append(actor.trained)
@@ -324,10 +326,10 @@ def test_refilling_a_batch_apart_takes_the_first_groups_that_were_drawn(make, mo
 
 
 def test_refilling_ends_the_run_saved_where_too_few_groups_have_a_signal(make):
-    for schedule, own in (("async", {"max_staleness": 0}), ("async", {"max_staleness": 2}), ("one_step_off", {})):
+    for schedule, options in (("async", {"max_staleness": 0}), ("async", {"max_staleness": 2}), ("one_step_off", {})):
         pool = PartlySolved(slots=6)
         run, _ = make(
-            refilling(schedule, draws=2, save_freq=100, **own), 30, with_val=False, rows=200, policy=Actor(pool), pool=pool
+            refilling(schedule, draws=2, save_freq=100, **options), 30, with_val=False, rows=200, policy=Actor(pool), pool=pool
         )
         with pytest.raises(DataError, match=r"only \d of \d groups had a signal in \d batches .*max_num_gen_batches"):
             run.fit()
