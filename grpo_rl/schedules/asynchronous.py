@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 @samples_ahead()
 def train(s: Session) -> None:
-    """Send the weights, ask for as much as the bound allows, wait for a batch, and train on it while others are sampled."""
     batch_size, settings = s.config.data.train_batch_size, s.config.trainer.asynchronous
     bound, has_sent = settings.max_staleness, False
 

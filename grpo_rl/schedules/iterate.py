@@ -40,9 +40,8 @@ def train(s: Session) -> None:
 
 
 def position(state: Sequence[int], settings: IterateConfig) -> tuple[int, bool, int]:
-    """Return the iteration from 1, whether the step trains the policy, and its number in that phase from 0.
-
-    The number is at most that of the phase's last step, also if the configuration has changed.
+    """Return the iteration from 1, whether the step trains the policy, and its number in that phase from 0,
+    at most that of the last one.
     """
     iteration, trains_policy, number = state
     trains_policy = bool(trains_policy) or settings.reward_model_steps == 0

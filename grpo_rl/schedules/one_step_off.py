@@ -12,10 +12,9 @@ if TYPE_CHECKING:
 
 @samples_ahead(versions=1)
 def train(s: Session) -> None:
-    """Train every batch by the policy after the one that sampled it.
+    """Train every batch by the policy after the one that sampled it, the first one by its own.
 
-    The staleness of every token is exactly 1, and 0 in the first batch of a start. A batch is sampled as a whole with the same
-    weights, whatever the timing.
+    A batch is sampled as a whole with the same weights, whatever the timing.
     """
     batch_size = s.config.data.train_batch_size
     for step in s.steps():

@@ -1,7 +1,8 @@
-"""The groups of a session that are sampled ahead: asked for, judged if groups are refilled, and handed over as batches.
+"""The groups that a session samples ahead. Which are trained follows from the order of the draws and the
+schedule, never from length.
 
-With `algorithm.filter_groups.refill` groups are scored in another thread as they end, and one without a signal gives its place to
-a further prompt. Which groups are trained follows from the order of the draws and the choice of the schedule, never from length.
+With `filter_groups.refill` groups are scored in another thread as they end, and one without a signal gives
+its place to a further prompt.
 """
 
 from __future__ import annotations
@@ -50,9 +51,8 @@ Choose = Callable[[Sequence[Group], Sequence[Group], int], list[Group] | None]
 
 
 class InFlight:
-    """The groups between draw and training.
-
-    A checkpoint contains their prompts: a run that resumes asks for all of them again, so that none is lost or trained twice.
+    """The groups between draw and training. A checkpoint has their prompts, and a run that resumes asks for
+    all of them again.
     """
 
     def __init__(self, session: Session) -> None:
@@ -76,7 +76,7 @@ class InFlight:
         self.groups = {group.prompt.uid: group for group in groups}
         """All groups by the uid of their prompt, in the order in which they were drawn."""
         self.ready: dict[Group, None] = {}
-        """Those that have ended, with a signal if that is asked for, in the order in which that was known."""
+        """Those that can be trained, in the order in which that was known."""
         self._unjudged: list[Group] = []
         """Those that have ended, and of which nobody knows yet whether they have a signal."""
         self._judging: tuple[list[Group], Future[list[Rollout]]] | None = None
@@ -92,8 +92,8 @@ class InFlight:
     def top_up(self) -> None:
         """Draw prompts and ask for their responses, as many as there is room for and the steps left train.
 
-        Raises DataError for a row that cannot be used, and if too few groups have a signal, unless the batch of the step was
-        taken: the next step meets the same row.
+        Raises DataError for a row that cannot be used, and if too few groups have a signal, unless the batch
+        of the step was taken: the next step meets the same row.
         """
         session, refills = self.session, self.selection.refills
         steps_left = session.total_steps - session.step + 1 - self.has_taken

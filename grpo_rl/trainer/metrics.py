@@ -18,7 +18,6 @@ FAILURES = {"timeouts": "_timeout", "errors": "_error", "invalid": "_invalid"}
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:
-    """Return means and spreads of rewards and their parts, the share of responses that were cut off, and failures of rewards."""
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     metrics = failure_metrics(rollouts)
     if rewards:
@@ -43,7 +42,7 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:
 def failure_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     """Return how many rewards failed in which way, and how many rollouts are not trained for it.
 
-    `reward/failed_baselines` counts prompts, `reward/broken_groups` groups with less than two responses left; both only if there are any.
+    `reward/failed_baselines` counts prompts, `reward/broken_groups` groups with less than two responses left.
     """
     metrics = {
         f"reward/{name}": float(sum((r.failure or "").endswith(end) for r in rollouts)) for name, end in FAILURES.items()
@@ -60,9 +59,8 @@ def failure_metrics(rollouts: Sequence[Rollout]) -> Metrics:
 
 
 def episode_metrics(rollouts: Sequence[Rollout]) -> Metrics:
-    """Return turns, calls, waits for environments and endings of episodes, and what environments report; empty without any.
-
-    Counts are per episode; `episode/truncated_*` and `episode/failed` are shares, `env/NAME` the mean of the last values.
+    """Counts are per episode; `episode/truncated_*` and `episode/failed` are shares, `env/NAME` the mean of
+    the last values.
     """
     episodes = [(rollout.episode, rollout) for rollout in rollouts if rollout.episode is not None]
     if not episodes:
@@ -90,7 +88,7 @@ def episode_metrics(rollouts: Sequence[Rollout]) -> Metrics:
 
 
 def batch_metrics(batch: Batch, seconds: float) -> Metrics:
-    """Return lengths and throughput in a step of so many seconds. `rollout/support_mean`: the tokens that top_p, top_k and min_p leave to sample from."""
+    """`rollout/support_mean`: the tokens that top_p, top_k and min_p leave to sample from."""
     lengths_N = batch.response_lengths_N
     support: Metrics = {}
     if batch.support_ids_M is not None and batch.num_trained_tokens:
@@ -112,10 +110,7 @@ def throughput(batch: Batch, seconds: float) -> Metrics:
 
 
 def staleness_metrics(rollouts: Sequence[Rollout], version: int) -> Metrics:
-    """Return how many versions the tokens' weights are older than `version`, which they train: over tokens; empty without any.
-
-    `stale_token_fraction` is the share of those that are older at all.
-    """
+    """Return how many versions the tokens' weights are older than `version`, over tokens; empty without any."""
     tokens: dict[int, int] = defaultdict(int)
     for rollout in rollouts:
         for sampled_with, num_tokens in rollout.versions:

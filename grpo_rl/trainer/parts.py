@@ -141,8 +141,6 @@ class StepProgress:
 
 
 class Timer:
-    """Seconds of the phases of a step, which are shown as they begin and recorded in the timeline as they end."""
-
     def __init__(self, progress: StepProgress) -> None:
         self.progress = progress
         self.seconds: dict[str, float] = defaultdict(float)
@@ -178,7 +176,7 @@ def is_due(step: int, frequency: int) -> bool:
 
 
 def training_sampling(config: Config, step: int) -> Sampling:
-    """Return the sampling parameters of a training step, whose seed depends on the step; the rollout pool mixes in prompt and sample."""
+    """The seed depends on the step; the rollout pool mixes in prompt and sample."""
     rollout = config.actor_rollout_ref.rollout
     return Sampling(
         max_tokens=config.data.max_response_length,

@@ -28,7 +28,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Responses to one prompt that may be learnt again: a group, or the best and the worst of one."""
+    """A group, or the best and the worst of one."""
 
     since: int
     """The step, or the iteration, that learnt them first."""
@@ -120,9 +120,8 @@ class Replay:
 
 
 class PairReplay(Replay):
-    """A uniform sample, of at most `capacity`, of all pairs of a better and a worse response that the run has made.
-
-    The pairs with the lowest hashes of seed and number stay, so that the same run keeps the same pairs wherever it was interrupted.
+    """A uniform sample, of at most `capacity`, of all pairs that the run has made: those with the lowest
+    hashes of seed and number.
     """
 
     file = "replay.jsonl"
@@ -132,9 +131,10 @@ class PairReplay(Replay):
         self.share, self.seed = share, seed
 
     def draw(self, num_new: int, iteration: int, step: int) -> list[Sequence[Rollout]]:
-        """Return pairs of earlier iterations, if there are any, that make up `share` of a batch with so many new ones.
+        """Return pairs of earlier iterations, if there are any, that make up `share` of a batch with so many
+        new ones.
 
-        The number is rounded at random, with the share as its mean; it and the choice follow from seed and step.
+        Number, rounded at random, and choice follow from seed and step.
         """
         pairs, rng = [pair.rollouts for pair in self.kept if pair.since < iteration], np.random.default_rng([self.seed, step])
         num_drawn = min(int(num_new * self.share / (1.0 - self.share) + rng.random()), len(pairs))
@@ -153,11 +153,12 @@ class PairReplay(Replay):
 
 
 class GroupReplay(Replay):
-    """The groups with rare successes of the last steps, which are trained again in place of groups without a signal.
+    """The groups with rare successes of the last steps, which are trained again in place of groups without a
+    signal.
 
-    A group keeps its rewards, and so its advantages, and its sampler's log-probs: the ratio and its clip are against the policy that
-    sampled it. RLEP (arXiv 2507.07451) and ARPO (arXiv 2505.16282) replay successes; here whole groups are replayed, for a
-    bounded time, and a step never has more groups than without.
+    A group keeps its rewards, and so its advantages, and its sampler's log-probs, which ratio and clip
+    compare with. RLEP (arXiv 2507.07451) and ARPO (arXiv 2505.16282) replay successes; here whole groups, for
+    a bounded time.
     """
 
     file = "replayed_groups.jsonl"
@@ -173,9 +174,8 @@ class GroupReplay(Replay):
         return sorted(groups, key=lambda group: -group.since)[: self.most]
 
     def fill(self, trained: Sequence[Rollout], step: int) -> tuple[list[Rollout], Metrics]:
-        """Return what the step trains: kept groups, the newest first, in place of those without a signal; and metrics.
-
-        Of the step's own groups those with rare successes are kept from now on.
+        """Return what the step trains: kept groups, the newest first, in place of those without a signal; and
+        metrics.
         """
         groups = by_uid(trained)
         useful = [group for group in groups.values() if _has_signal(group)]

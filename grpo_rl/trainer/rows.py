@@ -130,7 +130,6 @@ def loss_input(batch: Batch, policy_logprobs_T: Tensor) -> LossInput:
 
 
 def scored_rows(model: TrainedRewardModel, data: TrainingSet[Any], batch_size: int) -> dict[str, Tensor]:
-    """Return the scores of all pairs, or of all rated steps with their labels, read `batch_size` at a time."""
     parts: list[dict[str, Tensor]] = []
     for start in range(0, len(data), batch_size):
         batch = data.batch(range(start, min(start + batch_size, len(data))))
@@ -146,9 +145,10 @@ def scored_rows(model: TrainedRewardModel, data: TrainingSet[Any], batch_size: i
 
 
 class ReferenceRows:
-    """The reference's log-probs of the trained tokens of all rows, by part (`train`, `val`): computed once.
+    """The reference's log-probs of the trained tokens of all rows, by part (`train`, `val`).
 
-    The reference is the initial policy, which the actor is before the first step, also in a run that is about to load a checkpoint.
+    The reference is the initial policy, which the actor is before the first step, also in a run that is about
+    to load a checkpoint.
     """
 
     def __init__(self, rows: TrainingRows, actor: Actor, batch_size: int, console: Console) -> None:

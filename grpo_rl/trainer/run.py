@@ -166,7 +166,8 @@ class RunLoop:
         self._end_step()
 
     def _check_finite(self, metrics: Metrics) -> None:
-        """Save what the step trained on to `nonfinite_step_N.jsonl` if a role left out an update as loss or gradient were not finite.
+        """Save what the step trained on to `nonfinite_step_N.jsonl` if a role left out an update as not
+        finite.
 
         Raises DivergedError after more such steps in a row than `trainer.max_nonfinite_steps`.
         """
@@ -241,10 +242,7 @@ class RunLoop:
         return statistics.fmean(recent) * (self.total_steps - self.step) if recent else None
 
     def _answer_alarms(self) -> None:
-        """Save, and raise StoppedByAlarm, if an alarm of `trainer.stop_on` has begun and steps are left.
-
-        Nothing is tried again: the same settings and data lead to the same illness, and the right remedy is for a person to say.
-        """
+        """Save, and raise StoppedByAlarm, if an alarm of `trainer.stop_on` has begun and steps are left."""
         finding = next((alarm for alarm in self._begun if alarm.name in self.config.trainer.stop_on), None)
         if finding is None or self.step >= self.total_steps:
             return

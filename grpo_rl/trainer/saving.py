@@ -24,10 +24,10 @@ OWN_EVERY_S, OWN_SHARE = 60.0, 0.02
 
 
 class Saving:
-    """The saves of one run, at most one at a time; `trainer.on_save_error` says what becomes of a failed one.
+    """The saves of one run, at most one at a time.
 
-    A run whose user asked for no checkpoints writes some for itself, to go on from if it loses ranks (`trainer.recover`), in a
-    folder that no later command looks into.
+    A run without `save_freq` writes some for itself, to go on from if it loses ranks, in a folder that no
+    later command looks into.
     """
 
     def __init__(self, config: Config, roles: Roles, output: Output) -> None:
@@ -51,7 +51,8 @@ class Saving:
         return (self._going is not None and self._going.step == step) or step in self.store.steps()
 
     def begin(self, step: int, state: dict[str, Any]) -> None:
-        """Save the roles' state as it is now, and `state`, to be committed at once or by a later `poll` or `finish`.
+        """Save the roles' state as it is now, and `state`, to be committed at once or by a later `poll` or
+        `finish`.
 
         Raises CheckpointError if that fails and `on_save_error` is stop.
         """
@@ -91,7 +92,7 @@ class Saving:
             self._finish(self.trainer.step_timeout_s)
 
     def rescue(self) -> None:
-        """Commit a save that is nearly done, in a run that ends with an error, which this never hides."""
+        """Commit a save that is nearly done, in a run that ends with an error."""
         self.output.stop.finishing()
         try:
             self._finish(RESCUE_S)
@@ -128,7 +129,9 @@ class Saving:
                 )
 
     def _advance(self, wait_s: float) -> bool:
-        """Wait about `wait_s` at most, and return whether the present save is done. Raises the error that ended it."""
+        """Return whether the present save is done, after about `wait_s` at most. Raises the error that ended
+        it.
+        """
         going = self._going
         assert going is not None
         with self._writing(going):

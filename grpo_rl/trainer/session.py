@@ -57,10 +57,7 @@ from grpo_rl.types import Batch, Counts, Metrics, Prompt, Rollout, Sampling
 
 
 class Session:
-    """The roles of a run as verbs, for a loop over `steps()`; `grpo_rl/schedules/` has the loops that are shipped.
-
-    Every verb notes its seconds and its metrics for the step. Between two steps the run validates, saves, logs, and answers signals.
-    """
+    """The roles of a run as verbs, which note their seconds and metrics, for a loop over `steps()`."""
 
     def __init__(
         self,
@@ -76,10 +73,8 @@ class Session:
         collected: Metrics | None = None,
         code: str = "",
     ) -> None:
-        """Describe a session before its first step.
-
-        `rows` are trained as they stand. `collected`: metrics of the responses that were sampled before the first step. `code`:
-        the digest of the sources that the run was started with.
+        """`rows` are trained as they stand. `collected`: metrics of the responses that were sampled before
+        the first step.
         """
         self.config, self.roles, self.output = config, roles, output
         self.train_data, self.val_data, self.total_steps = train_data, val_data, total_steps
@@ -94,7 +89,7 @@ class Session:
         self._reason_to_end: str | None = None
         self.overlaps = overlaps(config)
         self.compares = self.objective.needs_pairs
-        """True if the loss compares the best and the worst response of each group; no advantages are estimated then."""
+        """True if the loss compares the best and the worst response of each group."""
         self.rows = None if rows is None else Rows(config, rows, roles, self.objective, output.console)
         self.replay: GroupReplay | None = None
         self.pair_replay: PairReplay | None = None
@@ -117,7 +112,9 @@ class Session:
         self.begin_step()
 
     def steps(self) -> Iterator[Step]:
-        """Yield the steps to come; what is due after a step happens before the next one. Raises Preempted after a signal, saved."""
+        """Yield the steps to come; what is due after a step happens before the next one. Raises Preempted
+        after a signal.
+        """
         return self.run_steps()
 
     def end(self, reason: str) -> None:
@@ -143,7 +140,6 @@ class Session:
             self._flight.has_taken = False
 
     def end_step(self, step: Step) -> None:
-        """Write down what was sampled, and add the verbs' metrics to those of the step; the run calls it."""
         if self._parts_of is not None:
             raise ValueError("the step ends with gradients of forward_backward() that optim_step() has not taken")
         metrics = self._metrics
@@ -209,10 +205,11 @@ class Session:
         return [prompt for _, prompt in drawn]
 
     def sample(self, prompts: Sequence[Prompt], n: int | None = None, sampling: Sampling | None = None) -> list[Rollout]:
-        """Return n responses to each prompt (`rollout.n`, if None), ordered by prompt; each is scored as it ends.
+        """Return n responses to each prompt (`rollout.n`, if None), ordered by prompt; each is scored as it
+        ends.
 
-        With an estimator that needs a greedy baseline, each prompt's greedy response follows the others. `rollout.function` makes
-        the rollouts instead, unless n or the sampling are given.
+        A greedy response follows if the estimator needs one. `rollout.function` makes the rollouts unless n
+        or the sampling are given.
         """
         function = self.config.actor_rollout_ref.rollout.function
         if function is not None and n is None and sampling is None:
@@ -245,13 +242,13 @@ class Session:
         return with_baselines(rollouts)
 
     def select(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Return the rollouts to train: those with a reward, of the groups that `algorithm.filter_groups` keeps.
+        """Return the rollouts to train: those with a reward, of the groups that `algorithm.filter_groups`
+        keeps.
 
-        With `filter_groups.refill` further prompts are sampled until `data.train_batch_size` groups have a signal; raises
-        DataError after `max_num_gen_batches`. With a loss that compares pairs, the best and the worst of each group. With
-        `algorithm.replay` earlier groups in place of those without a signal.
-
-        Raises WeightVersionError for a token of weights more versions older than the actor's than the schedule declared.
+        With `filter_groups.refill` further prompts are sampled until `data.train_batch_size` groups have a
+        signal; raises DataError after `max_num_gen_batches`. With a loss over pairs: the best and the worst
+        of each group. With `algorithm.replay`: earlier groups in place of those without a signal. Raises
+        WeightVersionError for a token older than the schedule declared.
         """
         if self.selection.refills and self._flight is not None and self._flight.has_taken:
             trained, metrics = with_reward(rollouts), self._flight.refilling
@@ -291,10 +288,11 @@ class Session:
         return len(self.flight.requested())
 
     def submit(self, num_groups: int, *, in_order: bool = True) -> None:
-        """Draw prompts and ask for their responses until `num_groups` groups are in flight, or as many as the steps left train.
+        """Draw prompts and ask for responses until `num_groups` groups are in flight, or as many as the steps
+        left train.
 
-        With `filter_groups.refill` a group without a signal gives its place to a further prompt. `in_order`: batches take the
-        first groups that were drawn. Raises DataError as `next_prompts` and `select`.
+        `in_order`: batches take the first groups that were drawn. Raises DataError as `next_prompts` and
+        `select`.
         """
         if (function := self.config.actor_rollout_ref.rollout.function) is not None:
             raise ValueError(
@@ -304,10 +302,10 @@ class Session:
         self.flight.top_up()
 
     def completed(self, choose: Choose | None = None) -> list[Rollout]:
-        """Wait for a batch of the groups in flight, and return their responses in the order in which their prompts were drawn.
+        """Wait for a batch of the groups in flight, and return their responses in the order of the draws.
 
-        `choose(ready, asked, size)` is called whenever a group has ended, and returns `size` of the ready groups, or None to wait;
-        without it a batch has the first groups that were drawn.
+        `choose(ready, asked, size)` is called whenever a group has ended, and returns `size` of the ready
+        groups, or None to wait; without it a batch has the first groups that were drawn.
         """
         with self._timer("wait_for_rollouts"):
             groups = self.flight.take(choose)
@@ -322,9 +320,9 @@ class Session:
     def train_beside_sampling(self, rollouts: Sequence[Rollout]) -> Metrics:
         """Return what `train` returns, done in a thread, while what is in flight is sampled.
 
-        That thread alone uses the ranks then; the main thread serves the pool and the rewards, and answers signals. A replica that
-        comes back meanwhile gets its weights afterwards: the ranks would hand out new ones under the old version, or meet in
-        different collectives. Raises ValueError for a schedule that has not declared it.
+        That thread alone uses the ranks then. A replica that comes back meanwhile gets its weights
+        afterwards: the ranks would hand out new ones under the old version, or meet in different collectives.
+        Raises ValueError for a schedule that has not declared it.
         """
         if not self.overlaps:
             raise ValueError(
@@ -413,9 +411,10 @@ class Session:
         return trained
 
     def update(self, batch: Batch) -> Metrics:
-        """Take all optimizer steps of actor and critic on the batch (epochs x mini-batches), and return their metrics.
+        """Take all optimizer steps of actor and critic (epochs x mini-batches), and return their metrics.
 
-        The actor takes none in the first `trainer.critic_warmup` steps. Raises ValueError for a batch without advantages.
+        The actor takes none in the first `trainer.critic_warmup` steps. Raises ValueError for a batch without
+        advantages.
         """
         if self._parts_of is not None:
             raise ValueError("update() after forward_backward(): optim_step() takes the step of its gradients first")
@@ -471,15 +470,14 @@ class Session:
                 self.roles.reference.become(self.actor)
 
     def update_reward_model(self, batch: Batch) -> Metrics:
-        """Take one optimizer step of the reward model on a batch of pairs or of rated steps, and return its metrics."""
+        """Take one optimizer step on a batch of pairs or of rated steps, and return its metrics."""
         with self._timer("update_reward_model"):
             self.has_trained = True
             return _required(self.roles.reward_model, "reward_model").update(batch)
 
     def train_reward_model(self, pairs: Sequence[tuple[Rollout, Rollout]], iteration: int) -> Metrics:
-        """Take one step of the reward model on pairs (better, worse), if there are any, and on replayed ones of earlier iterations.
-
-        Returns its metrics, and how many pairs are new and replayed.
+        """Take one step of the reward model on pairs (better, worse), if there are any, and on replayed ones
+        of earlier iterations.
         """
         history = _required(self.pair_replay, "reward_model")
         replayed = history.draw(len(pairs), iteration, self.step)
@@ -497,8 +495,7 @@ class Session:
     def evaluate(self) -> Metrics:
         """Return metrics of the present weights on the validation rows and prompts; empty without any.
 
-        Prompts are sampled as `val_kwargs` says, and their responses go to `val/step_N.jsonl`. In iterated training the reward of
-        the rules is measured.
+        Responses go to `val/step_N.jsonl`. In iterated training the reward of the rules is measured.
         """
         metrics, timer, console = dict[str, float](), Timer(self.progress), self.output.console
         if self.rows is not None and self.rows.val_data is not None:

@@ -31,10 +31,9 @@ INTERRUPTED_CODE, PREEMPTED_CODE = 130, 75
 class Stop:
     """A request to stop from outside, and the time left to follow it.
 
-    The first signal starts the grace period. A step that will end in time is finished; a longer one is left if possible, by
-    raising Preempted in the main thread. At the end of the grace period the process ends. A second SIGINT ends it at once.
-
-    The handler runs between any two lines of the main thread, which may hold any lock, so that a thread which was started before
+    After the first signal a step that will end in time is finished; a longer one is left if possible, by
+    raising Preempted in the main thread. After the grace period, or a second SIGINT, the process ends. The
+    handler runs between any two lines of the main thread, which may hold any lock, so that another thread
     prints for it.
     """
 
@@ -99,7 +98,6 @@ class Stop:
         self._step_started = time.monotonic()
 
     def step_ends(self, save_s: float | None = None) -> None:
-        """Note that a step has ended: its seconds tell whether the next one fits into the grace period."""
         if self._step_started is not None:
             self._step_s = time.monotonic() - self._step_started
         if save_s is not None:
@@ -133,7 +131,7 @@ class Stop:
         raise Preempted(f"by {self.signal}")
 
     def _fits(self) -> bool:
-        """Return whether this step, if it takes a little longer than the last one, ends with time left to save."""
+        """Return whether this step, if it takes a little longer than the last one, leaves time to save."""
         if self._step_started is None:
             return False
         save_s = self._save_s if self._save_s < float("inf") else self.grace_s / 4
@@ -141,7 +139,6 @@ class Stop:
         return time.monotonic() < end and end + SLACK * save_s < self._deadline
 
     def _watch(self) -> None:
-        """Wait for a signal and say so, leave a step that takes too long, and end the process at the deadline."""
         name = self._came.get()
         if not name:  # the run has ended
             return

@@ -20,9 +20,8 @@ FILTERS: Registry[Callable[[list[Rollout]], bool]] = Registry("group filter", "k
 class Selection:
     """Draws prompts, and chooses the groups that are trained.
 
-    With `algorithm.filter_groups` groups without signal are replaced by those of further prompts, or left out (dynamic
-    sampling: DAPO, arXiv 2503.14476, section 3.2; zero-variance filter: ScaleRL, arXiv 2510.13786, section 3). With
-    `data.retire_above` prompts that are learnt are not drawn again (No-Positive-Resampling: ScaleRL, section 3, with a bound of 0.9).
+    Dynamic sampling: DAPO, arXiv 2503.14476, section 3.2. Zero-variance filter and No-Positive-Resampling
+    (`data.retire_above`): ScaleRL, arXiv 2510.13786, section 3.
     """
 
     def __init__(self, config: Config, data: PromptDataset, factors: Mapping[str, float]) -> None:
@@ -46,7 +45,7 @@ class Selection:
             return [(row, self.data.prompt(row, uid)) for row, uid in drawn]
 
     def note(self, rows: Mapping[str, int], rollouts: Sequence[Rollout]) -> None:
-        """Note how many responses to each prompt passed, if later draws depend on it; `rows` are by uid."""
+        """Note how many responses passed to each prompt, whose rows are by uid."""
         bound, curriculum = self.settings.retire_above, self.sampler if isinstance(self.sampler, Curriculum) else None
         if bound is None and curriculum is None:
             return
@@ -61,10 +60,10 @@ class Selection:
     def choose(
         self, rollouts: Sequence[Rollout], draw_more: Callable[[], list[Rollout]], num_spared: int = 0
     ) -> tuple[list[Rollout], Metrics]:
-        """Return the rollouts with a reward of the groups to train, in the order in which they were drawn; and metrics.
+        """Return the rollouts with a reward of the groups to train, in the order of the draws; and metrics.
 
-        With refilling, `draw_more` returns the scored rollouts of further batches, until as many groups have a signal as a step
-        trains, without `num_spared`. Raises DataError if too few have one in `max_num_gen_batches` batches.
+        With refilling, `draw_more` returns the scored rollouts of further batches, until all groups but
+        `num_spared` have a signal. Raises DataError after `max_num_gen_batches`.
         """
         if not self.filters.enable:
             return with_reward(rollouts), self._data_metrics()
@@ -81,16 +80,14 @@ class Selection:
         return trained, self.metrics(len(groups), num_groups, num_batches)
 
     def metrics(self, num_kept: int, num_groups: int, num_batches: int) -> Metrics:
-        """Return how many groups of how many batches of prompts had a signal, and how many prompts are retired."""
         return {
             "filter_groups/num_gen_batches": float(num_batches),
             "filter_groups/kept_fraction": num_kept / num_groups,
         } | self._data_metrics()
 
     def with_signal(self, rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
-        """Return the groups in which the metric differs, or which the user's function keeps; members without a reward take no part.
-
-        The metrics themselves are compared, not a standard deviation that rounding keeps from 0.
+        """Return the groups in which the metric differs, or which the user's function keeps, without members
+        that have no reward.
         """
         return [group for group in by_uid(with_reward(rollouts)).values() if self._has_signal(group)]
 
@@ -116,7 +113,9 @@ class Selection:
         return self.sampler.state_dict() | {"retired": sorted(self.retired), "data": self.data.fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Continue as `resume_order` does, and return whether it continues. A run that begins to retire prompts begins with none."""
+        """Return whether the order continues, as `resume_order` does. A run that begins to retire prompts
+        begins with none.
+        """
         if not resume_order(self.sampler, self.data, state, allow_change=self.settings.allow_change):
             return False
         self.retired.clear()  # what draws looks at this very set

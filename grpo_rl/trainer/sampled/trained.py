@@ -62,9 +62,11 @@ def penalize_overlong(rollouts: Sequence[Rollout], config: OverlongBufferConfig,
 
 
 def with_baselines(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Return the sampled rollouts, each with the reward of its prompt's greedy response as `baseline`, if there are greedy ones.
+    """Return the sampled rollouts with the reward of their prompt's greedy response, if there are greedy
+    ones, as `baseline`.
 
-    If a greedy one's reward failed, so have all that are compared with it. Raises ValueError if a prompt alone has none.
+    If a greedy one's reward failed, so have all that are compared with it. Raises ValueError if a prompt
+    alone has none.
     """
     greedy = {rollout.prompt.uid: rollout for rollout in rollouts if rollout.sample_index == GREEDY}
     if not greedy:
@@ -101,7 +103,8 @@ class Advantage:
         self.parts = tuple(config.reward_parts or factors or ()) if "parts" in self.needs else ()
         """Parts of the reward that the estimator reads."""
         self.places_turns = of_turns and "steps" not in self.needs and bool({"gamma", "lam"} & self.options.keys())
-        """True if an estimator that follows the rewards from token to token gets those of turns at the ends of the turns."""
+        """True if an estimator that follows rewards from token to token gets those of turns where turns end.
+        """
         control = config.kl_ctrl
         self.kl_controller = (
             AdaptiveKlController(control.kl_coef, control.target_kl, control.horizon)
@@ -224,10 +227,11 @@ def _advantage_metrics(batch: Batch) -> Metrics:
 
 
 def trained_tokens(batch: Batch, config: AlgorithmConfig) -> tuple[Batch, Metrics]:
-    """Return the batch, whose advantages are those of whole responses, of its trained tokens alone, with `weights_T` if they are weighed.
+    """Return the batch of the trained tokens, with `weights_T` if they are weighed; advantages are those of
+    whole responses.
 
-    The metrics `rollout_corr/*` say how far engine and trainer are apart; if nothing is corrected, the actor's ranks measure that.
-    `rollout/trained_token_fraction` is there if tokens may be left out.
+    The metrics `rollout_corr/*` say how far engine and trainer are apart; if nothing is corrected, the
+    actor's ranks measure that.
     """
     metrics: Metrics = {}
     correction = RolloutCorrection.from_config(config.rollout_correction)

@@ -22,8 +22,8 @@ from grpo_rl.types import GREEDY, Batch, Episode, PlayedTurn, Prompt, Rollout
 def rollout(uid: str, sample: int, reward: float | None, failure: str | None = None, **more: Any) -> Rollout:
     parts = {} if reward is None else {"rule": reward}
     cause = None if failure is None else f"{uid} is too hard"
-    made = Rollout(Prompt(uid, (1, 2), "?", "test"), sample, (3, 4), (-0.5, -0.5), "stop", ((1, 2),), reward=reward)
-    return dataclasses.replace(made, **{"reward_parts": parts, "failure": failure, "failure_cause": cause} | more)
+    sampled = Rollout(Prompt(uid, (1, 2), "?", "test"), sample, (3, 4), (-0.5, -0.5), "stop", ((1, 2),), reward=reward)
+    return dataclasses.replace(sampled, **{"reward_parts": parts, "failure": failure, "failure_cause": cause} | more)
 
 
 def make_batch(rewards: list[float], lengths: list[int], groups: list[int] | None = None, **columns: torch.Tensor) -> Batch:
@@ -46,29 +46,29 @@ REWARDER: Any = SimpleNamespace(wait=lambda rollouts: rollouts)
 
 
 def test_failures_are_told_in_one_line_with_kinds_and_causes_and_nothing_where_there_are_none() -> None:
-    told: list[str] = []
-    given = [rollout("a", 0, 1.0), rollout("a", 1, None, "reward_timeout"), rollout("b", 0, -1.0, "reward_error")]
-    assert scored(REWARDER, given, told.append) == given
-    assert told == ["2 of 3 rewards failed (1 reward_error, 1 reward_timeout), first: a is too hard; b is too hard"]
-    scored(REWARDER, given[:1], told.append)
-    assert len(told) == 1
+    warnings: list[str] = []
+    rollouts = [rollout("a", 0, 1.0), rollout("a", 1, None, "reward_timeout"), rollout("b", 0, -1.0, "reward_error")]
+    assert scored(REWARDER, rollouts, warnings.append) == rollouts
+    assert warnings == ["2 of 3 rewards failed (1 reward_error, 1 reward_timeout), first: a is too hard; b is too hard"]
+    scored(REWARDER, rollouts[:1], warnings.append)
+    assert len(warnings) == 1
 
 
 def test_each_rollout_gets_the_reward_of_the_greedy_response_to_its_own_prompt() -> None:
-    given = [
+    rollouts = [
         rollout("b", 0, 1.0),
         rollout("b", GREEDY, 0.5),
         rollout("a", GREEDY, -1.0),
         rollout("a", 1, 0.0),
         rollout("a", 0, 2.0),
     ]
-    joined = with_baselines(given)
-    assert joined == [given[0], given[3], given[4]]
-    assert [each.baseline for each in joined] == [0.5, -1.0, -1.0]
+    joined = with_baselines(rollouts)
+    assert joined == [rollouts[0], rollouts[3], rollouts[4]]
+    assert [rollout.baseline for rollout in joined] == [0.5, -1.0, -1.0]
 
 
 def test_a_rollout_whose_greedy_response_failed_is_not_trained_and_keeps_its_reward() -> None:
-    given = [
+    rollouts = [
         rollout("a", 0, 1.0),
         rollout("a", GREEDY, None, "reward_timeout"),
         rollout("b", 0, 0.5),
@@ -77,7 +77,7 @@ def test_a_rollout_whose_greedy_response_failed_is_not_trained_and_keeps_its_rew
         rollout("c", 0, 1.0),
         rollout("c", GREEDY, -1.0, "reward_error"),
     ]
-    joined = with_baselines(given)
+    joined = with_baselines(rollouts)
     assert [(r.reward, r.failure, r.baseline) for r in joined] == [
         (1.0, "baseline_failed", None),
         (0.5, None, 0.25),
@@ -88,9 +88,9 @@ def test_a_rollout_whose_greedy_response_failed_is_not_trained_and_keeps_its_rew
     assert [(r.prompt.uid, r.sample_index) for r in with_reward(joined)] == [("b", 0), ("c", 0)]
 
 
-def by_rollout(name: str, given: list[Rollout]) -> dict[tuple[str, int], list[float]]:
+def by_rollout(name: str, rollouts: list[Rollout]) -> dict[tuple[str, int], list[float]]:
     """Advantages of the tokens of each rollout that is trained."""
-    trained = with_reward(given)
+    trained = with_reward(rollouts)
     batch, _ = Advantage(AlgorithmConfig(adv_estimator=name), {"rule": 1.0})(collate(trained))
     assert batch.token_advantages() is not None
     rows = batch.token_advantages().reshape(-1, 2).tolist()
@@ -106,11 +106,11 @@ def test_what_is_left_of_a_group_is_compared_with_itself_and_one_that_is_left_al
     name: str, high: float
 ) -> None:
     # Mean 1/2, sample deviation sqrt(1/2), the other's reward 1 away: no dropped reward counts as a 0 in any of them.
-    given = [rollout(uid, sample, reward, None if reward is not None else "reward_error") for uid, sample, reward in LOST]
-    found = by_rollout(name, given)
+    rollouts = [rollout(uid, sample, reward, None if reward is not None else "reward_error") for uid, sample, reward in LOST]
+    advantages = by_rollout(name, rollouts)
     expected = {("a", 0): [high] * 2, ("a", 1): [-high] * 2, ("b", 1): [0.0, 0.0]}
-    assert found == {key: pytest.approx(row, abs=1e-6) for key, row in expected.items()}
-    assert found["b", 1] == [0.0, 0.0]
+    assert advantages == {key: pytest.approx(row, abs=1e-6) for key, row in expected.items()}
+    assert advantages["b", 1] == [0.0, 0.0]
 
 
 # ---- metrics -------------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def test_failed_rewards_are_counted_by_kind_and_are_in_no_mean():
         *[(None, f"reward_{kind}") for kind in ("timeout", "timeout", "error", "invalid")],
         (0.5, "baseline_failed"),
     ]
-    metrics = rollout_metrics([rollout("u", 0, *one) for one in failures])
+    metrics = rollout_metrics([rollout("u", 0, *failure) for failure in failures])
     assert metrics["reward/mean"] == 0.75
     counts = {name: metrics[f"reward/{name}"] for name in ("timeouts", "errors", "invalid", "dropped", "failed_baselines")}
     assert counts == {"timeouts": 2.0, "errors": 1.0, "invalid": 1.0, "dropped": 5.0, "failed_baselines": 1.0}
@@ -162,9 +162,9 @@ def test_failed_rewards_are_counted_by_kind_and_are_in_no_mean():
 def test_group_advantages_stand_on_every_token_and_are_summed_up():
     batch = make_batch([1.0, 0.0, 0.5, 0.5], [2, 1, 1, 3], [0, 0, 1, 1])
     out, metrics = Advantage(AlgorithmConfig())(batch)
-    one = 0.5 / (0.5**0.5 + 1e-6)  # two rewards 1 and 0: mean 1/2, sample standard deviation sqrt(1/2)
-    assert out.token_advantages().tolist() == pytest.approx([one, one, -one, 0, 0, 0, 0])
-    assert metrics == pytest.approx({"advantage/zero_group_fraction": 0.5, "advantage/abs_mean": 3 * one / 7})
+    high = 0.5 / (0.5**0.5 + 1e-6)  # two rewards 1 and 0: mean 1/2, sample standard deviation sqrt(1/2)
+    assert out.token_advantages().tolist() == pytest.approx([high, high, -high, 0, 0, 0, 0])
+    assert metrics == pytest.approx({"advantage/zero_group_fraction": 0.5, "advantage/abs_mean": 3 * high / 7})
     assert batch.advantages_T is None
 
 
@@ -230,9 +230,9 @@ def test_the_adaptive_coefficient_is_used_first_and_steered_after():
     columns = WITH_KL | {"ref_logprobs_T": torch.tensor([-1.2, -1.4, -1.3])}
     batch = make_batch([1.0, 0.0], [2, 1], [0, 0], **columns)
     advantage = Advantage(kl_config(type="adaptive", kl_coef=0.5, target_kl=0.1, horizon=10))
-    seen = [advantage(batch)[1]["actor/reward_kl_penalty_coeff"] for _ in range(3)]
+    coefficients = [advantage(batch)[1]["actor/reward_kl_penalty_coeff"] for _ in range(3)]
     # KL 0.3 is three times the target: the error is cut at 0.2; times 2 rollouts of 10: 4 % more each time.
-    assert seen == pytest.approx([0.5, 0.52, 0.5408])
+    assert coefficients == pytest.approx([0.5, 0.52, 0.5408])
 
 
 # ---- other estimators --------------------------------------------------------------------------------

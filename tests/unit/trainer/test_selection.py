@@ -160,8 +160,8 @@ def test_a_function_of_the_users_chooses_the_groups_and_refilling_asks_it_too(da
     metric = f"{tmp_path / 'my_filter.py'}:keep"
     selected = step(Selection(config_of({"metric": metric}), data, FACTORS), scores)
     assert uids(selected.trained) == ["e0-r1", "e0-r4"] and selected.metrics["filter_groups/num_gen_batches"] == 3.0
-    left = step(Selection(config_of({"metric": metric, "refill": False}), data, FACTORS), scores)
-    assert uids(left.trained) == ["e0-r1"]
+    filtered = step(Selection(config_of({"metric": metric, "refill": False}), data, FACTORS), scores)
+    assert uids(filtered.trained) == ["e0-r1"]
     for name, message in (
         ("forgetful", "returned None"),
         ("broken", r"in .*my_filter.py, line \d+, in broken: return group.reward"),
@@ -230,15 +230,15 @@ def test_prompts_of_named_rows_have_names_of_their_own_and_leave_the_order_as_it
 def test_learnt_prompts_are_not_drawn_in_later_epochs(data):
     selection = Selection(config_of(retire_above=0.5), data, FACTORS)
     sample = answers({0: MIXED, 1: FAILED, 2: FAILED, 3: SOLVED, 4: FAILED, 5: FAILED})
-    seen = [step(selection, sample) for _ in range(5)]
-    assert [uids(selected.trained) for selected in seen] == [
+    steps = [step(selection, sample) for _ in range(5)]
+    assert [uids(selected.trained) for selected in steps] == [
         ["e0-r0", "e0-r1"],
         ["e0-r2", "e0-r3"],
         ["e0-r4", "e0-r5"],
         ["e1-r1", "e1-r2"],
         ["e1-r4", "e1-r5"],
     ]
-    assert [selected.metrics["data/retired_fraction"] for selected in seen[:3]] == [1 / 6, 2 / 6, 2 / 6]
+    assert [selected.metrics["data/retired_fraction"] for selected in steps[:3]] == [1 / 6, 2 / 6, 2 / 6]
     assert not selection.exhausted
 
 
