@@ -40,9 +40,7 @@ def train(s: Session) -> None:
 
 
 def position(state: Sequence[int], settings: IterateConfig) -> tuple[int, bool, int]:
-    """Return the iteration from 1, whether the step trains the policy, and its number in that phase from 0,
-    at most that of the last one.
-    """
+    """Return the iteration from 1, whether the step trains the policy, and its number in that phase from 0."""
     iteration, trains_policy, number = state
     trains_policy = bool(trains_policy) or settings.reward_model_steps == 0
     steps = settings.steps_per_iteration if trains_policy else settings.reward_model_steps

@@ -1,8 +1,8 @@
-"""The groups that a session samples ahead. Which are trained follows from the order of the draws and the
-schedule, never from length.
+"""The groups that a session samples ahead.
 
-With `filter_groups.refill` groups are scored in another thread as they end, and one without a signal gives
-its place to a further prompt.
+Which are trained follows from the order of the draws and the schedule, never from length. With
+`filter_groups.refill` groups are scored in another thread as they end, and one without a signal gives its
+place to a further prompt.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ Choose = Callable[[Sequence[Group], Sequence[Group], int], list[Group] | None]
 
 
 class InFlight:
-    """The groups between draw and training. A checkpoint has their prompts, and a run that resumes asks for
-    all of them again.
+    """The groups between draw and training, whose prompts a checkpoint has: a resumed run asks for them
+    again.
     """
 
     def __init__(self, session: Session) -> None:

@@ -59,8 +59,8 @@ def failure_metrics(rollouts: Sequence[Rollout]) -> Metrics:
 
 
 def episode_metrics(rollouts: Sequence[Rollout]) -> Metrics:
-    """Counts are per episode; `episode/truncated_*` and `episode/failed` are shares, `env/NAME` the mean of
-    the last values.
+    """Counts are per episode, `episode/truncated_*` and `episode/failed` shares, `env/NAME` means of last
+    values.
     """
     episodes = [(rollout.episode, rollout) for rollout in rollouts if rollout.episode is not None]
     if not episodes:

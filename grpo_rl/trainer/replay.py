@@ -120,9 +120,7 @@ class Replay:
 
 
 class PairReplay(Replay):
-    """A uniform sample, of at most `capacity`, of all pairs that the run has made: those with the lowest
-    hashes of seed and number.
-    """
+    """A uniform sample of all pairs that the run has made: those with the lowest hashes of seed and number."""
 
     file = "replay.jsonl"
 
@@ -131,8 +129,7 @@ class PairReplay(Replay):
         self.share, self.seed = share, seed
 
     def draw(self, num_new: int, iteration: int, step: int) -> list[Sequence[Rollout]]:
-        """Return pairs of earlier iterations, if there are any, that make up `share` of a batch with so many
-        new ones.
+        """Return pairs of earlier iterations, as far as there are any, that make up `share` of a batch.
 
         Number, rounded at random, and choice follow from seed and step.
         """
@@ -153,8 +150,7 @@ class PairReplay(Replay):
 
 
 class GroupReplay(Replay):
-    """The groups with rare successes of the last steps, which are trained again in place of groups without a
-    signal.
+    """The groups with rare successes of the last steps, to be trained in place of those without a signal.
 
     A group keeps its rewards, and so its advantages, and its sampler's log-probs, which ratio and clip
     compare with. RLEP (arXiv 2507.07451) and ARPO (arXiv 2505.16282) replay successes; here whole groups, for
@@ -174,7 +170,7 @@ class GroupReplay(Replay):
         return sorted(groups, key=lambda group: -group.since)[: self.most]
 
     def fill(self, trained: Sequence[Rollout], step: int) -> tuple[list[Rollout], Metrics]:
-        """Return what the step trains: kept groups, the newest first, in place of those without a signal; and
+        """Return the groups to train, kept ones, the newest first, in place of those without a signal; and
         metrics.
         """
         groups = by_uid(trained)

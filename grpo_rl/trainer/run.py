@@ -166,7 +166,7 @@ class RunLoop:
         self._end_step()
 
     def _check_finite(self, metrics: Metrics) -> None:
-        """Save what the step trained on to `nonfinite_step_N.jsonl` if a role left out an update as not
+        """Write what was trained to `nonfinite_step_N.jsonl` if a role left out an update that was not
         finite.
 
         Raises DivergedError after more such steps in a row than `trainer.max_nonfinite_steps`.

@@ -51,8 +51,7 @@ class Saving:
         return (self._going is not None and self._going.step == step) or step in self.store.steps()
 
     def begin(self, step: int, state: dict[str, Any]) -> None:
-        """Save the roles' state as it is now, and `state`, to be committed at once or by a later `poll` or
-        `finish`.
+        """Save the roles' state as it is now, and `state`; a later `poll` or `finish` may commit it.
 
         Raises CheckpointError if that fails and `on_save_error` is stop.
         """
@@ -129,9 +128,7 @@ class Saving:
                 )
 
     def _advance(self, wait_s: float) -> bool:
-        """Return whether the present save is done, after about `wait_s` at most. Raises the error that ended
-        it.
-        """
+        """Return whether the present save is done, after about `wait_s` at most. Raises its error."""
         going = self._going
         assert going is not None
         with self._writing(going):

@@ -73,9 +73,7 @@ class Session:
         collected: Metrics | None = None,
         code: str = "",
     ) -> None:
-        """`rows` are trained as they stand. `collected`: metrics of the responses that were sampled before
-        the first step.
-        """
+        """`collected`: metrics of the responses that were sampled before the first step."""
         self.config, self.roles, self.output = config, roles, output
         self.train_data, self.val_data, self.total_steps = train_data, val_data, total_steps
         self.objective = objective or Objective()
@@ -112,9 +110,7 @@ class Session:
         self.begin_step()
 
     def steps(self) -> Iterator[Step]:
-        """Yield the steps to come; what is due after a step happens before the next one. Raises Preempted
-        after a signal.
-        """
+        """Yield the steps to come, each followed by what is due. Raises Preempted after a signal."""
         return self.run_steps()
 
     def end(self, reason: str) -> None:
@@ -205,8 +201,8 @@ class Session:
         return [prompt for _, prompt in drawn]
 
     def sample(self, prompts: Sequence[Prompt], n: int | None = None, sampling: Sampling | None = None) -> list[Rollout]:
-        """Return n responses to each prompt (`rollout.n`, if None), ordered by prompt; each is scored as it
-        ends.
+        """Return n responses to each prompt (`rollout.n`, if None), ordered by prompt, and begin to score
+        them.
 
         A greedy response follows if the estimator needs one. `rollout.function` makes the rollouts unless n
         or the sampling are given.
@@ -242,8 +238,7 @@ class Session:
         return with_baselines(rollouts)
 
     def select(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Return the rollouts to train: those with a reward, of the groups that `algorithm.filter_groups`
-        keeps.
+        """Return the rollouts with a reward of the groups that `algorithm.filter_groups` keeps.
 
         With `filter_groups.refill` further prompts are sampled until `data.train_batch_size` groups have a
         signal; raises DataError after `max_num_gen_batches`. With a loss over pairs: the best and the worst
@@ -288,8 +283,7 @@ class Session:
         return len(self.flight.requested())
 
     def submit(self, num_groups: int, *, in_order: bool = True) -> None:
-        """Draw prompts and ask for responses until `num_groups` groups are in flight, or as many as the steps
-        left train.
+        """Ask for groups until `num_groups` are in flight, or as many as the steps left train.
 
         `in_order`: batches take the first groups that were drawn. Raises DataError as `next_prompts` and
         `select`.
@@ -476,9 +470,7 @@ class Session:
             return _required(self.roles.reward_model, "reward_model").update(batch)
 
     def train_reward_model(self, pairs: Sequence[tuple[Rollout, Rollout]], iteration: int) -> Metrics:
-        """Take one step of the reward model on pairs (better, worse), if there are any, and on replayed ones
-        of earlier iterations.
-        """
+        """Take one step of the reward model on pairs (better, worse), if any, and on replayed ones."""
         history = _required(self.pair_replay, "reward_model")
         replayed = history.draw(len(pairs), iteration, self.step)
         metrics = {"reward_model/new_pairs": float(len(pairs)), "reward_model/replayed_pairs": float(len(replayed))}

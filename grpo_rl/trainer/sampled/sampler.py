@@ -74,11 +74,11 @@ class Sampler:
     def next_turn(
         self, rollouts: Sequence[Rollout], messages: str | Sequence[str], sampling: Sampling | None = None
     ) -> list[Rollout]:
-        """Return each rollout with a user's message, which is not trained, and another turn, if
-        data.max_response_length has room for it.
+        """Return each rollout with a user's message, which is not trained, and another turn, as far as there
+        is room.
 
-        `messages` is one for all, or one for each. Raises ConfigError for a chat template that rewrites
-        earlier turns.
+        `messages` is one for all, or one for each. All share data.max_response_length. Raises ConfigError for
+        a chat template that rewrites earlier turns.
         """
         texts = [messages] * len(rollouts) if isinstance(messages, str) else list(messages)
         sampling, pool = sampling or self.sampling, cast(TurnPool, self._session.rollout)

@@ -86,9 +86,7 @@ class Selection:
         } | self._data_metrics()
 
     def with_signal(self, rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
-        """Return the groups in which the metric differs, or which the user's function keeps, without members
-        that have no reward.
-        """
+        """Return the groups in which the metric differs, or which the user's function keeps."""
         return [group for group in by_uid(with_reward(rollouts)).values() if self._has_signal(group)]
 
     def _has_signal(self, group: list[Rollout]) -> bool:
@@ -113,9 +111,7 @@ class Selection:
         return self.sampler.state_dict() | {"retired": sorted(self.retired), "data": self.data.fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Return whether the order continues, as `resume_order` does. A run that begins to retire prompts
-        begins with none.
-        """
+        """Return whether the order continues (`resume_order`)."""
         if not resume_order(self.sampler, self.data, state, allow_change=self.settings.allow_change):
             return False
         self.retired.clear()  # what draws looks at this very set

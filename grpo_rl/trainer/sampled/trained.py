@@ -62,8 +62,7 @@ def penalize_overlong(rollouts: Sequence[Rollout], config: OverlongBufferConfig,
 
 
 def with_baselines(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Return the sampled rollouts with the reward of their prompt's greedy response, if there are greedy
-    ones, as `baseline`.
+    """Return the sampled rollouts with the reward of their prompt's greedy response, if any, as `baseline`.
 
     If a greedy one's reward failed, so have all that are compared with it. Raises ValueError if a prompt
     alone has none.
@@ -227,8 +226,7 @@ def _advantage_metrics(batch: Batch) -> Metrics:
 
 
 def trained_tokens(batch: Batch, config: AlgorithmConfig) -> tuple[Batch, Metrics]:
-    """Return the batch of the trained tokens, with `weights_T` if they are weighed; advantages are those of
-    whole responses.
+    """Return the batch of the trained tokens alone, with `weights_T` if they are weighed.
 
     The metrics `rollout_corr/*` say how far engine and trainer are apart; if nothing is corrected, the
     actor's ranks measure that.
