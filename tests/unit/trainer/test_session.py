@@ -18,7 +18,7 @@ from grpo_rl.telemetry.rollout_log import read_rollouts
 from grpo_rl.types import Batch, Counts, Metrics
 
 README = (Path(__file__).resolve().parents[3] / "README.md").read_text()
-LOOP = re.findall(r"# my_loop.py\n(.*?)\n\nif __name__", README, re.DOTALL)[0]
+LOOP = re.findall(r"# my_loop.py\n(.*?)\n\nif __name__", README, re.DOTALL)[0].rstrip() + "\n"
 Make = Callable[..., Any]
 
 
