@@ -20,7 +20,9 @@ from grpo_rl.schedules import sync
 
 set_environment()  # before a test's file imports Ray
 
-from grpo_rl.cluster.processes.placement import Pool  # noqa: E402 it imports Ray
+from recovery_ground import Scene  # noqa: E402 it imports Ray
+
+from grpo_rl.cluster.processes.placement import Pool  # noqa: E402
 
 
 @pytest.fixture
@@ -66,3 +68,10 @@ def slots() -> Iterator[Pool]:
         pool = Pool(1, 2, use_gpu=False, timeout_s=120.0)
         yield pool
         pool.release()
+
+
+@pytest.fixture(scope="session")
+def scene(slots: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    made = Scene(slots, tmp_path_factory.mktemp("logs"))
+    yield made
+    made.ground.close()

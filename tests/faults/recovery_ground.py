@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import tiny_roles
 from tiny_roles import token
 
 from grpo_rl.cluster.processes.placement import Pool
@@ -17,8 +18,9 @@ from grpo_rl.cluster.recovery.supervisor import Recoveries, Supervisor
 from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool, Transfer
 from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.rollout.requests import sample_seed
-from grpo_rl.types import Rollout
+from grpo_rl.types import Prompt, Rollout, Sampling
 
+SECONDS_PER_STEP = 0.005
 HEARTBEAT_S = 1.0
 START_S = 120.0
 STEP_S = 120.0
@@ -106,6 +108,33 @@ class Actor:
             prompt = int(rollout.prompt.token_ids[0])
             expected = [token(prompt, own, place, self.weights[version]) for place, version in enumerate(versions)]
             assert rollout.response_ids.tolist() == expected
+
+
+class Scene:
+    """An actor, and two supervised replicas that take its weights: processes cost seconds, so that all tests share them."""
+
+    def __init__(self, slots: Pool, logs: Path) -> None:
+        self.ground = Ground(slots, logs)
+        actors = self.ground.ranks("actor", 1, tiny_roles.make_actor)
+        self.actor, self.supervisor = Actor(actors), self.ground.supervisor()
+        self.pool = self.ground.pool(2, tiny_roles.make_rollout, SECONDS_PER_STEP, actors, self.supervisor)
+
+    def reset(self, max_staleness: int = 0) -> ReplicaPool:
+        """Return the pool with the settings of a new one; its two replicas serve the actor's weights."""
+        pool = self.pool
+        pool.options, pool.max_staleness = PoolOptions(4, sleeps=False, step_timeout_s=STEP_S), max_staleness
+        # A test that failed is not to fail all that follow.
+        until(lambda: len(pool.replicas.serving + pool.replicas.ready()) == 2, START_S, "both replicas are there")
+        if pool.replicas.ready():
+            list(pool.generate([Prompt("p", (1, 1), "?", "test")], 1, Sampling(max_tokens=2, seed=0)))
+        pool.sync_weights(self.actor)
+        assert len(pool.replicas.serving) == 2
+        return pool
+
+    def call(self, method: str, *arguments: Any, only: Worker | None = None) -> list[Any]:
+        """Call a method of each replica that serves, or of one."""
+        workers = list(self.pool.replicas.serving) if only is None else [only]
+        return wait_all(workers, [worker.call(method, *arguments) for worker in workers], START_S, method)
 
 
 def until(condition: Callable[[], bool], seconds: float, what: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ NAMES = ("first", "second", "third")
 MAY_STEP = threading.Event()
 """The steps of the engine of this process wait for it."""
 MAY_STEP.set()
+BULK = 40_000
+"""A response of so many tokens or more ends at once."""
 NO_MODEL = str(Path(__file__).parent)
 """A folder without a tokenizer: responses have no text."""
 
@@ -36,17 +38,18 @@ def token(prompt: int, seed: int, position: int, weights: Sequence[int]) -> int:
 
 
 class TinyEngine:
-    """Samples one token per request and step."""
+    """Samples one token per request and step, or a bulk of them at once."""
 
-    def __init__(self, seconds_per_step: float, updates_in_flight: bool = True) -> None:
+    updates_in_flight = True
+
+    def __init__(self, seconds_per_step: float) -> None:
         self.seconds = seconds_per_step
-        self.updates_in_flight = updates_in_flight
         self.weights = dict.fromkeys(NAMES, 0)
         self.most_tokens = math.inf
         """The number of tokens at which a request waits."""
         self.running: dict[str, tuple[Request, list[int], list[int]]] = {}
         """Each request with its tokens, and their versions."""
-        self.update = WeightUpdate(dict.fromkeys(NAMES, ()), in_flight=updates_in_flight)
+        self.update = WeightUpdate(dict.fromkeys(NAMES, ()), in_flight=True)
 
     @property
     def num_unfinished(self) -> int:
@@ -65,6 +68,12 @@ class TinyEngine:
         time.sleep(self.seconds)
         ended = []
         for request, tokens, versions in list(self.running.values()):
+            count = request.sampling.max_tokens
+            if count >= BULK:
+                del self.running[request.request_id]
+                ids, spans = bulk_ids(int(request.prompt_ids[0]), count), ((self.weight_version, count),)
+                ended.append(Completion(request.request_id, ids, np.full(count, -0.5), "length", spans))
+                continue
             if len(tokens) >= self.most_tokens:
                 continue
             seed = request.sampling.seed or 0
@@ -107,6 +116,14 @@ class TinyRollout(RolloutWorker):
 
     def let_step(self) -> None:
         MAY_STEP.set()
+
+    def take_weights_in_flight(self, may: bool) -> None:
+        """Take weights while requests are unfinished, or not."""
+
+        def change(engine: Any) -> None:
+            engine.updates_in_flight = engine.update._in_flight = may
+
+        self._call("take_weights_in_flight", change)
 
     def hold(self, most_tokens: float) -> None:
         self._call("hold", lambda engine: setattr(engine, "most_tokens", most_tokens))
@@ -156,41 +173,14 @@ def make_actor(rank: int) -> TinyActor:
     return TinyActor(rank)
 
 
-def _rollout(name: str, make: Callable[[], TinyEngine]) -> TinyRollout:
-    if name not in ENGINES:
-        ENGINES.register(name)(lambda spec: make())
-    return TinyRollout(EngineSpec(model_path=NO_MODEL, max_model_len=64, name=name))
-
-
 def make_rollout(seconds_per_step: float) -> TinyRollout:
-    return _rollout("tiny", lambda: TinyEngine(seconds_per_step))
-
-
-def make_draining_rollout(seconds_per_step: float) -> TinyRollout:
-    """A replica that takes no weights while requests are unfinished."""
-    return _rollout("draining", lambda: TinyEngine(seconds_per_step, updates_in_flight=False))
+    ENGINES.register("tiny")(lambda spec: TinyEngine(seconds_per_step))
+    return TinyRollout(EngineSpec(model_path=NO_MODEL, max_model_len=64, name="tiny"))
 
 
 def bulk_ids(prompt: int, count: int) -> np.ndarray:
-    """The response of `BulkEngine` to a prompt that begins with this id."""
+    """The response of so many tokens to a prompt that begins with this id."""
     return (np.arange(count, dtype=np.int32) * 7 + prompt * 100_003).astype(np.int32)
-
-
-class BulkEngine(TinyEngine):
-    """Answers every request at once, with as many tokens as it may."""
-
-    def step(self) -> list[Completion]:
-        ended = []
-        for name, (request, _, _) in self.running.items():
-            count = request.sampling.max_tokens
-            ids = bulk_ids(int(request.prompt_ids[0]), count)
-            ended.append(Completion(name, ids, np.full(count, -0.5), "length", ((self.weight_version, count),)))
-        self.running.clear()
-        return ended
-
-
-def make_bulk_rollout(seconds_per_step: float) -> TinyRollout:
-    return _rollout("bulk", lambda: BulkEngine(seconds_per_step))
 
 
 def checksum(token_ids: np.ndarray) -> int:

@@ -161,7 +161,8 @@ def test_a_process_that_ends_is_named_with_its_last_words_while_the_others_still
         wait_all([dying], [dying.call("add", 1, 1)], NEVER_S, "a later call")
 
 
-def test_the_process_that_died_is_blamed_and_not_those_that_noticed(start):
+def test_the_process_that_died_is_blamed_and_not_those_that_noticed(start, monkeypatch):
+    monkeypatch.setattr("grpo_rl.cluster.processes.worker_group.BLAME_S", START_S)
     with pytest.raises(ClusterError, match="failed on tiny1: the process died"):
         start(2).call("die_or_notice")
 

@@ -143,9 +143,10 @@ def test_a_host_that_is_lost_costs_no_response_and_is_started_again(start: Calla
     given = rollouts(120, seconds=0.05)
     for rollout in given:
         hosts.runner.submit(rollout)
-    time.sleep(1.0)
-    first = hosts.pool.worker_group.workers[0]
+    first, client = hosts.pool.worker_group.workers[0], hosts.pool._clients["reward"]
     assert first.pid is not None
+    while not client._sent[first]:  # type: ignore[attr-defined]
+        time.sleep(0.01)
     os.kill(first.pid, how)
     assert [one.reward for one in hosts.runner.wait(given)] == [k + 1000 + 120 for k in range(120)]
     until = time.monotonic() + START_S
@@ -190,7 +191,11 @@ def test_a_host_gets_no_more_than_it_has_room_for(start: Callable[..., Hosts], m
         put(worker, batch)
 
     monkeypatch.setattr(client, "_put", counted)
-    hosts.runner.wait(rollouts(2000))
+    scored = rollouts(2000)
+    with client._lock:  # type: ignore[attr-defined]  # nothing is sent before all are there
+        for rollout in scored:
+            hosts.runner.submit(rollout)
+    hosts.runner.wait(scored)
     assert max(most) == AHEAD and len(most) < 60, most
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_runs import Run, train
+from whole_runs import train, without_ray
 
 import grpo_rl
 from grpo_rl import testing
@@ -95,15 +95,16 @@ def test_two_sessions_in_a_row_the_command_and_a_session_without_ray_give_the_sa
 EXAMPLES = Path(grpo_rl.__file__).parents[1] / "examples"
 
 
-def run_example(folder: Path, *words: str) -> Run:
-    small = ["data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16"]
-    return train(folder, "example", *WORDS, *small, *words)
+SMALL = ("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16")
 
 
 @pytest.mark.timeout(600)
 def test_rows_by_pass_rate_and_the_best_of_eight_are_learnt(tmp_path: Path) -> None:
-    run = run_example(
+    run = train(
         tmp_path,
+        "example",
+        *WORDS,
+        *SMALL,
         f"data.curriculum={EXAMPLES / 'by_pass_rate.py'}:next_rows",
         f"actor_rollout_ref.rollout.function={EXAMPLES / 'best_of_n.py'}:play",
         "algorithm.adv_estimator=rft",
@@ -120,11 +121,11 @@ def test_rows_by_pass_rate_and_the_best_of_eight_are_learnt(tmp_path: Path) -> N
     )
 
 
-@pytest.mark.timeout(600)
 def test_two_turns_are_one_rollout_whose_answers_alone_are_trained(tmp_path: Path) -> None:
-    run = run_example(
-        tmp_path, f"actor_rollout_ref.rollout.function={EXAMPLES / 'self_correction.py'}:play", "data.max_response_length=24"
-    )
+    function = f"actor_rollout_ref.rollout.function={EXAMPLES / 'self_correction.py'}:play"
+    words = [*WORDS, *SMALL, function, "data.max_response_length=24", "reward.functions=[my_reward.py:variety]"]
+    run = without_ray(sync.train, tmp_path, "example", *words)
+    assert sorted(run.steps) == [1, 2]
     for step, row in run.steps.items():
         assert row["episode/turns"] == 2 and row["episode/context_token_fraction"] > 0.2
         # The trainer finds the engine's log-probs of the second turn: its context is that of the sampling, token for token.
