@@ -36,7 +36,11 @@ WORDS = (
 )
 LOOP = """
 import sys
+
+from omegaconf import OmegaConf
+
 import grpo_rl
+from grpo_rl.config.compose import compose
 
 def train(s):
     for step in s.steps():
@@ -45,10 +49,11 @@ def train(s):
             step.log(s.update(s.advantages(s.values(s.logprobs(s.batch(trained))))))
 
 if __name__ == "__main__":
-    for name in ("first", "second"):
-        with grpo_rl.session(*sys.argv[1:], f"trainer.experiment_name={name}") as session:
+    composed = OmegaConf.create(compose(sys.argv[1:]).yaml())
+    for name, words in (("first", sys.argv[1:]), ("second", [composed])):
+        with grpo_rl.session(*words, f"trainer.experiment_name={name}") as session:
             try:
-                with grpo_rl.session(*sys.argv[1:]):
+                with grpo_rl.session(*words):
                     raise AssertionError("two at once")
             except grpo_rl.errors.ConfigError as error:
                 print(error)
@@ -66,7 +71,9 @@ def learnt(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(600)
-def test_two_sessions_in_a_row_the_command_and_a_session_without_ray_give_the_same_metrics(tmp_path: Path) -> None:
+def test_sessions_of_words_and_of_a_configuration_the_command_and_a_session_without_ray_give_the_same_metrics(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "my_loop.py").write_text(LOOP)
     model = builtin.build("builtin:arithmetic", tmp_path / "random")
     words = [*WORDS, f"actor_rollout_ref.model.path={model}", f"trainer.default_local_dir={tmp_path}"]
