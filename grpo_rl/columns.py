@@ -1,5 +1,4 @@
-"""Values that stay in the memory of the process that made them; the controller handles their number and
-place."""
+"""Values that stay in their process's memory; the controller handles their number and place."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@ PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 
 def why_unreachable() -> str | None:
-    """Return why the hub cannot be reached, within `TIMEOUT_S`; None if it can, or if only the client
-    knows."""
+    """Return why the hub cannot be reached, within `TIMEOUT_S`; None if it can, or it is unclear."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE or any(os.environ.get(name) for name in PROXIES):

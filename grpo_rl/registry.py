@@ -92,8 +92,7 @@ class Registry(Generic[F]):
 def load_function(spec: str, kind: str = "function") -> Any:
     """Return the object that `module:name` or `file.py:name` names. Raises ConfigError.
 
-    Modules beside the file, and those in the current folder, can be imported too, in every process of the
-    run; behind all that is installed, so that they replace none of it.
+    Modules beside the file and in the current folder can be imported, behind all that is installed.
     """
     source, _, name = spec.rpartition(":")
     try:

@@ -48,8 +48,7 @@ class Run:
 
     @property
     def status(self) -> Mapping[str, Any]:
-        """The content of status.json: state, phase, step, total, last_commit, error ...; empty without
-        one."""
+        """The content of status.json: state, phase, step, total, last_commit, error ...; or empty."""
         return read_status(self.path)
 
     @property

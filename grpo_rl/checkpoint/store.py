@@ -70,10 +70,7 @@ class CheckpointStore:
             raise
 
     def publish(self, draft: Draft, written: Files) -> Path | None:
-        """Give the checkpoint its name; return where an earlier one of that name is now, for `clear`.
-
-        Files that are not in `written` are flushed and read here.
-        """
+        """Return where an earlier checkpoint of the name is now. Files not in `written` are flushed here."""
         final, replaced = self.folder / f"step_{draft.step}", None
         state = {STATE: files.write_file(draft.folder / STATE, [draft.state])}
         write_manifest(draft.folder, draft.step, self._entries(draft, written | state))

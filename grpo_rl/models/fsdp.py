@@ -34,7 +34,7 @@ SHARD_BYTES = 5 << 30
 
 
 def mesh_of(device_type: str, group_size: int, timeout_s: float) -> DeviceMesh:
-    """Groups of `group_size` consecutive ranks (below 1: one group, as verl's fsdp_size). A collective."""
+    """Groups of `group_size` consecutive ranks (below 1: one, as verl's fsdp_size). A collective."""
     world_size = dist.get_world_size()
     if group_size < 1 or group_size >= world_size:
         return init_device_mesh(device_type, (world_size,))

@@ -173,8 +173,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 class WeightUpdate:
-    """What arrived of the next weights; `in_flight`: while requests are unfinished. An error changes
-    nothing."""
+    """What arrived of the next weights, perhaps `in_flight`: an error changes nothing."""
 
     def __init__(self, expected: Mapping[str, tuple[int, ...]], in_flight: bool = False) -> None:
         self._in_flight = in_flight

@@ -138,8 +138,7 @@ def gigpo(
 
 
 def episode_and_turn(inp: AdvantageInput, steps: Steps, mode: str, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Return GiGPO's advantages of episodes [N] and turns [K], float64. Raises ValueError for another
-    mode."""
+    """GiGPO's advantages of episodes [N] and turns [K], float64. Raises ValueError for another mode."""
     if mode not in ("mean_norm", "mean_std_norm"):
         raise ValueError(f"mode={mode!r}: mean_norm or mean_std_norm")
 

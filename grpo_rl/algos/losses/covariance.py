@@ -44,8 +44,7 @@ def between_bounds(
 def largest(
     advantages_T: Tensor, old_logprobs_T: Tensor, generator: torch.Generator, *, kl_cov_ratio: Fraction = 0.0002
 ) -> Tensor:
-    """Return the tokens with the largest positive covariance: `kl_cov_ratio` of all, at least one, and
-    ties."""
+    """The tokens with the largest positive covariance: `kl_cov_ratio` of all, at least one, and ties."""
     covariance_T = covariances(advantages_T, old_logprobs_T)
     if not len(covariance_T):
         return torch.zeros(0, dtype=torch.bool)

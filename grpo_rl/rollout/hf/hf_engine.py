@@ -46,8 +46,7 @@ class _Batch:
 
 
 class HfEngine:
-    """`batched`: all running requests are one batch. Otherwise each is its own: its bits depend on no
-    other."""
+    """`batched`: requests are one batch. Otherwise each is its own, and its bits depend on no other."""
 
     def __init__(self, spec: EngineSpec) -> None:
         if spec.tensor_parallel_size != 1:

@@ -96,8 +96,7 @@ class BucketUpdateInfo(WeightTransferUpdateInfo):
 
 
 class ObjectStoreEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
-    """vLLM's layerwise reload rebuilds a layer empty, loads, packs and copies it: packing dropped the
-    originals."""
+    """vLLM's layerwise reload rebuilds each layer: workers that packed weights dropped the originals."""
 
     init_info_cls = NoInitInfo
     update_info_cls = BucketUpdateInfo
