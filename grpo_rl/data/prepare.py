@@ -12,6 +12,7 @@ from grpo_rl.arguments import Arguments, counted, writing
 from grpo_rl.config.convert import show
 from grpo_rl.data.sources.locate import open_source
 from grpo_rl.data.sources.source import Joined
+from grpo_rl.data.tasks.made_rows import row_of
 from grpo_rl.errors import ConfigError, DataError
 from grpo_rl.rewards.rules.answers import last_boxed
 
@@ -31,7 +32,7 @@ def gsm8k(record: Record, split: str, index: int) -> Row:
     truth = final.strip().replace(",", "")
     if not marker or not truth.removeprefix("-").replace(".", "", 1).isdigit():
         raise ValueError(f"the answer does not end with '#### NUMBER': {answer[-40:]!r}")
-    return _row(
+    return row_of(
         "openai/gsm8k",
         f"{question} {GSM8K_INSTRUCTION}",
         truth,
@@ -45,7 +46,7 @@ def math(record: Record, split: str, index: int) -> Row:
     truth = last_boxed(solution, bare_end="$")
     if truth is None:
         raise ValueError(f"the solution has no complete \\boxed{{...}}: {solution[-60:]!r}")
-    row = _row("DigitalLearningGmbH/MATH-lighteval", f"{problem} {MATH_INSTRUCTION}", truth, {"split": split, "index": index})
+    row = row_of("DigitalLearningGmbH/MATH-lighteval", f"{problem} {MATH_INSTRUCTION}", truth, {"split": split, "index": index})
     # MATH-500 has the level as a number, and calls the type a subject.
     level = record.get("level")
     extra = {"level": f"Level {level}"} if isinstance(level, int) else {}
@@ -53,16 +54,6 @@ def math(record: Record, split: str, index: int) -> Row:
 
 
 FORMATS: dict[str, Callable[[Record, str, int], Row]] = {"gsm8k": gsm8k, "math": math}
-
-
-def _row(data_source: str, content: str, truth: Any, extra_info: dict[str, Any]) -> Row:
-    return {
-        "data_source": data_source,
-        "prompt": [{"role": "user", "content": content}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": truth},
-        "extra_info": extra_info,
-    }
 
 
 def _text(record: Record, key: str) -> str:

@@ -95,27 +95,16 @@ class Playing(Conversation):
         """The name of this attempt for the environment processes."""
         return f"{self.id}#{self.attempt}" if self.wave == 0 else f"{self.id}#{self.wave}.{self.attempt}"
 
-    @property
-    def turn_id(self) -> str:
-        return f"{self.name}/turn-{len(self.turns)}"
-
     def again(self) -> Playing:
         retried = Playing(self.id, self.row, self.sample, self.sampling, self.seed, self.attempt + 1, self.wave)
         retried.counts["retries"] = self.attempt + 1
         return retried
-
-    def room(self, max_model_len: int) -> int:
-        return min(self.sampling.max_tokens, max_model_len - len(self.prompt.token_ids)) - self.length
 
     def comes_to(self, state: str | None, messages: Sequence[Message]) -> None:
         """The state that the environment names, else what its messages say."""
         named = "\0".join(f"{message['role']}\0{message['content']}" for message in messages) if state is None else state
         digest = hashlib.blake2b(named.encode("utf-8", "surrogatepass"), digest_size=8).digest()
         self.state = int.from_bytes(digest, "big", signed=True)
-
-    def rewarded(self, reward: float | None) -> None:
-        if reward is not None:
-            self.turns[-1] = dataclasses.replace(self.turns[-1], reward=reward)
 
     def rollout(self, ended: Ending, failure: tuple[str, str] | None = None) -> Rollout:
         kind, cause = failure if failure is not None else (None, None)
@@ -349,7 +338,8 @@ class EpisodePool(WholeBatches):
 
     def _goes_on(self, playing: Playing, messages: list[Any], answer: Mapping[str, Any]) -> bool:
         """Note a turn's reward; whether another turn follows. If none does, the episode is finished."""
-        playing.rewarded(answer["reward"])
+        if answer["reward"] is not None:
+            playing.turns[-1] = dataclasses.replace(playing.turns[-1], reward=answer["reward"])
         ended: Ending | None = None
         if answer["done"]:
             ended = "done"
@@ -400,7 +390,7 @@ class EpisodePool(WholeBatches):
         playing.prompt = self._shown[key]
 
     def _next_turn(self, playing: Playing) -> None:
-        room = playing.room(self.max_model_len)
+        room = min(playing.sampling.max_tokens, self.max_model_len - len(playing.prompt.token_ids)) - playing.length
         if room < 1:
             if playing.turns:
                 self._finish(playing, "tokens")
@@ -411,7 +401,8 @@ class EpisodePool(WholeBatches):
         if playing.began is None:
             playing.began = time.monotonic()
         sampling = turn_sampling(playing.sampling, len(playing.turns), room)
-        prompt = Prompt(playing.turn_id, playing.context(), "", playing.prompt.data_source)
+        uid = f"{playing.name}/turn-{len(playing.turns)}"
+        prompt = Prompt(uid, playing.context(), "", playing.prompt.data_source)
         self._due[playing.id] = prompt, sampling
 
     def _turned(self, turn: Rollout) -> None:

@@ -27,10 +27,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    mean: float
-    low: float
-    high: float
+class Difference(Estimate):
     p: float
     """The probability of a difference at least as large, either way, were the two sides exchangeable."""
 

@@ -130,7 +130,7 @@ def differences_table(result: SourceResult, labels: Sequence[str]) -> Table:
     return [f"minus {labels[0]}", *labels[1:]], rows
 
 
-def _text(found: Estimate | Difference, sign: str = "") -> str:
+def _text(found: Estimate, sign: str = "") -> str:
     """`0.312 [0.281, 0.344]`; without the interval if there is none."""
     ends = "" if math.isnan(found.low) else f" [{found.low:{sign}.3f}, {found.high:{sign}.3f}]"
     return f"{found.mean:{sign}.3f}{ends}"

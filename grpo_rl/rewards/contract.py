@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from types import MappingProxyType
@@ -186,7 +186,7 @@ def call_batch(component: Component, samples: Sequence[Sample]) -> list[Outcome]
 def _returned(component: Component, arguments: dict[str, Any]) -> Any:
     try:
         returned = component.function(**arguments)
-        return _event_loop().run_until_complete(_awaited(returned)) if inspect.isawaitable(returned) else returned
+        return _event_loop().run_until_complete(returned) if inspect.isawaitable(returned) else returned
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # a user's code: whatever it raises is reported with its place
         cause = f"{type(error).__name__}: {error}{raised_in(error)}"
         raise RewardFailure(ERROR, cause + component.interface) from error
@@ -198,7 +198,3 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     import asyncio  # a sixth of a reward process's start, for functions that are async
 
     return asyncio.new_event_loop()
-
-
-async def _awaited(value: Awaitable[Any]) -> Any:
-    return await value

@@ -281,7 +281,8 @@ def sweep_of(command: Command) -> Sweep:
     axes.problems += _problems_of(axes, line, hydras, draws)
     if axes.problems:
         raise ConfigError(axes.problems)
-    options = _file_options(command)
+    flags = ((name, getattr(command.options, name)) for name in ("config_path", "config_name", "config_dir"))
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in flags if value]
     combinations = [dict(zip(axes.values, values, strict=True)) for values in itertools.product(*axes.values.values())]
     points = [] if draws else [Point(values, name_of(values)) for values in combinations]
     settings = {point.name: [*axes.fixed, *(f"{key}={value}" for key, value in point.values.items())] for point in points}
@@ -333,9 +334,3 @@ def _problems_of(axes: overrides.Axes, line: overrides.Line, hydras: Sequence[st
     # Hydra and its launchers write the words down.
     problems += [f"{key.lstrip('+')}: a sweep's words are written to files; give it as '${{oc.env:NAME}}'" for key in secret]
     return problems
-
-
-def _file_options(command: Command) -> list[str]:
-    names = ("config_path", "config_name", "config_dir")
-    flags = ((name, getattr(command.options, name)) for name in names)
-    return [f"--{name.replace('_', '-')}={value}" for name, value in flags if value]

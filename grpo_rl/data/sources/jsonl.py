@@ -126,10 +126,6 @@ def _has_text(file: IO[bytes], start: int, end: int) -> bool:
     return any(block.strip() for block in blocks)
 
 
-def _constant(literal: str) -> NotJson:
-    return NotJson(f"{literal} is not JSON", "write null")
-
-
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     row = dict(pairs)
     if len(row) < len(pairs):
@@ -142,7 +138,9 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return row
 
 
-_DECODER = json.JSONDecoder(parse_constant=_constant, object_pairs_hook=_pairs)
+_DECODER = json.JSONDecoder(
+    parse_constant=lambda literal: NotJson(f"{literal} is not JSON", "write null"), object_pairs_hook=_pairs
+)
 
 
 def first_line(error: BaseException) -> str:

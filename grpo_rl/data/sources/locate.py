@@ -82,7 +82,9 @@ def _folder_files(name: str, path: Path, split: str | None) -> list[Path]:
     files = sorted(file for file in folder.iterdir() if _is_data(file) and not file.name.startswith(_OF_DATASETS))
     of_split = [file for file in files if split is None or file.name.startswith(split)]
     if files and not of_split:
-        raise DataError(f"{name}: no file begins with {split!r}; the folder has {_named(files)}")
+        raise DataError(
+            f"{name}: no file begins with {split!r}; the folder has {', '.join(file.name for file in files[:5])}{', ...' * (len(files) > 5)}"
+        )
     if not of_split:
         splits = sorted(inner.name for inner in folder.iterdir() if inner.is_dir() and any(map(_is_data, inner.iterdir())))
         if splits:
@@ -126,10 +128,6 @@ def _from_hub(name: str) -> RowSource:
     from grpo_rl.data.sources.tables import Table
 
     return Table(name, rows.with_format("arrow")[:])
-
-
-def _named(files: list[Path]) -> str:
-    return ", ".join(file.name for file in files[:5]) + (", ..." if len(files) > 5 else "")
 
 
 def check_data_files(config: DataConfig, read: Callable[[dict[str, Any], str, DataConfig], Any] = example) -> list[str]:

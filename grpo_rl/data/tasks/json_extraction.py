@@ -87,25 +87,19 @@ PROMPTS: dict[Level, str] = {
         "What it does not say is null, or an empty list.\n\n{text}"
     ),
 }
-_TEXT, _NUMBER = {"type": "string"}, {"type": "integer"}
-SCHEMAS: dict[Level, dict[str, Any]] = {
-    "easy": {
-        "type": "object",
-        "properties": {"name": _TEXT, "age": _NUMBER, "city": _TEXT},
-        "required": ["name", "age", "city"],
-        "additionalProperties": False,
-    },
+_TEXT = {"type": "string"}
+FIELDS: dict[Level, dict[str, Any]] = {
+    "easy": {"name": _TEXT, "age": {"type": "integer"}, "city": _TEXT},
     "hard": {
-        "type": "object",
-        "properties": {
-            "name": _TEXT,
-            "age": {"type": ["integer", "null"]},
-            "city": {"type": ["string", "null"]},
-            "hobbies": {"type": "array", "items": _TEXT},
-        },
-        "required": ["name", "age", "city", "hobbies"],
-        "additionalProperties": False,
+        "name": _TEXT,
+        "age": {"type": ["integer", "null"]},
+        "city": {"type": ["string", "null"]},
+        "hobbies": {"type": "array", "items": _TEXT},
     },
+}
+SCHEMAS = {
+    level: {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+    for level, fields in FIELDS.items()
 }
 
 
@@ -141,12 +135,8 @@ def _drawn(level: Level, split: Split, seed: str) -> tuple[str, dict[str, Any]]:
         return rng.choice(PHRASINGS[split]).format(**fields), fields
     fields["age"] = fields["age"] if rng.random() < 0.7 else None
     fields["city"] = fields["city"] if rng.random() < 0.7 else None
-    fields["hobbies"] = rng.sample(HOBBIES[split], rng.choice((0, 1, 2, 3)))
-    listed = fields | {"hobbies": _enumerated(fields["hobbies"])}
+    hobbies = fields["hobbies"] = rng.sample(HOBBIES[split], rng.choice((0, 1, 2, 3)))
+    listed = fields | {"hobbies": " and ".join(filter(None, [", ".join(hobbies[:-1]), *hobbies[-1:]]))}
     details = [rng.choice(DETAILS[key][split]).format(**listed) for key in DETAILS if fields[key]]
     rng.shuffle(details)
     return " ".join(filter(None, [rng.choice(OPENINGS[split]).format(**fields), *details, rng.choice(CLOSINGS)])), fields
-
-
-def _enumerated(words: list[str]) -> str:
-    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))

@@ -225,6 +225,7 @@ def pair_batch(pairs: Sequence[Pair]) -> Batch:
     answers = [ids for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)]
     pieces = [ids for ids_of_pair in zip(prompts, answers, strict=True) for ids in ids_of_pair]
     response_lengths_N = torch.tensor(list(map(len, answers)), dtype=torch.long)
+    margins_N = torch.tensor([pair.margin or 0.0 for pair in pairs]).repeat_interleave(2)
     return with_sides(
         Batch(
             prompt_lengths_N=torch.tensor(list(map(len, prompts)), dtype=torch.long),
@@ -232,16 +233,9 @@ def pair_batch(pairs: Sequence[Pair]) -> Batch:
             group_N=torch.arange(len(pairs)).repeat_interleave(2),
             token_ids_S=torch.from_numpy(np.concatenate(pieces, dtype=np.int32) if pieces else np.empty(0, dtype=np.int32)),
             rewards_N=torch.tensor([1.0, 0.0]).repeat(len(pairs)),
-            margins_N=_margins(pairs),
+            margins_N=margins_N if any(pair.margin is not None for pair in pairs) else None,
         )
     )
-
-
-def _margins(pairs: Sequence[Pair]) -> torch.Tensor | None:
-    """On both rollouts of each pair; None if no row has one."""
-    if all(pair.margin is None for pair in pairs):
-        return None
-    return torch.tensor([pair.margin or 0.0 for pair in pairs]).repeat_interleave(2)
 
 
 def pairs_of_groups(rollouts: Sequence[Rollout]) -> list[tuple[Rollout, Rollout]]:

@@ -30,10 +30,11 @@ class Calculator(SimpleTool):
         try:
             return ToolResult(calculated(expression))
         except NoExpression:
-            return ToolResult(f"not an expression: {READ}", failed=True)
-
-
-READ = "numbers, + - * / ** and brackets are read, without a division by zero, and with a real value of at most 30 digits"
+            return ToolResult(
+                "not an expression: numbers, + - * / ** and brackets are read, without a division by zero, and with a "
+                "real value of at most 30 digits",
+                failed=True,
+            )
 
 
 def calculated(expression: str) -> str:

@@ -91,7 +91,8 @@ def candidate(setup: dict[str, Any], case: dict[str, Any]) -> None:
     header, empty = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     call("drop the capabilities", "capset", ctypes.byref(header), ctypes.byref(empty))
     call("forbid new rights", "prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    _filter_calls(setup["filter"])
+    program = _Program(len(setup["filter"]) // 8, setup["filter"])
+    call("filter system calls", "prctl", PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0)
     os.write(ARMED, b"1")
     os.close(ARMED)
     exit_code = 1
@@ -120,11 +121,6 @@ def _complete_builtins() -> None:
 
 class _Program(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
-
-
-def _filter_calls(instructions: bytes) -> None:
-    program = _Program(len(instructions) // 8, instructions)
-    call("filter system calls", "prctl", PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0)
 
 
 def _run(case: dict[str, Any]) -> None:
@@ -237,7 +233,8 @@ def _keep(control: int) -> None:
             nonce, case = read_exactly(control, NONCE_BYTES), _message(control)
         except EOFError:
             return
-        _mount_tmp(setup)
+        _mount("mount /tmp", "tmpfs", TMP, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, setup["tmp_options"])
+        os.chdir(TMP)
         answer = _answer(control, setup, case, nonce)
         call("empty /tmp", "umount2", TMP.encode(), MNT_DETACH)
         write_all(control, bytes(nonce) + answer)
@@ -277,11 +274,6 @@ def _make_root(setup: dict[str, Any]) -> None:
     os.rmdir("/old")
     _mount("make the root read-only", "none", "/", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
     libc.sethostname(b"sandbox", 7)
-
-
-def _mount_tmp(setup: dict[str, Any]) -> None:
-    _mount("mount /tmp", "tmpfs", TMP, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, setup["tmp_options"])
-    os.chdir(TMP)
 
 
 def _answer(control: int, setup: dict[str, Any], case: dict[str, Any], nonce: bytearray) -> bytes:
