@@ -25,7 +25,7 @@ _ONE_ANSWER: dict[str, tuple[Any, ...]] = {
 
 
 class Refused(Exception):
-    """With the status, the reason, and OpenAI's code for it."""
+    """A request that cannot be answered, with the status, the reason, and OpenAI's code."""
 
     def __init__(self, status: int, reason: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(reason)
@@ -43,7 +43,7 @@ class ChatRequest:
     tools: tuple[Mapping[str, Any], ...] = ()
     """In OpenAI's form."""
     most_calls: int | None = None
-    """None if tool_choice says so, one if parallel_tool_calls is false."""
+    """0 if tool_choice is none or there are no tools, 1 if parallel_tool_calls is false, else all count."""
     streams: bool = False
     with_usage: bool = False
 
@@ -157,8 +157,7 @@ def said(answer: ChatAnswer) -> Message:
 
 
 def continues(before: list[Message], messages: tuple[Message, ...]) -> bool:
-    """Whether `messages` begin with what was said, up to blanks, and have no answer that the policy has not
-    given."""
+    """Whether `messages` begin with what was said, up to blanks, and then have no assistant message."""
     new = messages[len(before) :]
     return (
         bool(new)
