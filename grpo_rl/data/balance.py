@@ -1,8 +1,7 @@
-"""Assignment of rollouts to ranks and micro-batches: even work, and the same number of passes on every rank.
+"""Assignment of rollouts to ranks and micro-batches: even work, and as many passes on every rank.
 
 Rollouts of a *unit* (the two sides of a pair, a group whose loss compares them) land in one micro-batch. If a
-prompt is computed once for all its responses in a micro-batch, these are kept together as far as ranks stay
-even.
+prompt is computed once for all its responses, these are kept together as far as ranks stay even.
 """
 
 from __future__ import annotations
@@ -70,8 +69,7 @@ def _assigned(
     num_mini_batches: int,
     prompts: Prompts | None,
 ) -> tuple[list[list[int]], int, float]:
-    """Each rank's indices, the slowest rank's work summed over the mini-batches, and that of an even
-    split."""
+    """Each rank's indices; work of the slowest rank, summed over the mini-batches, and of an even split."""
     shards: list[list[int]] = [[] for _ in range(num_ranks)]
     if all(batches_of_sequence == chosen[0] for batches_of_sequence in chosen):
         # All work is one lot: the rank that gets a unit is the only one whose place in the queue changes.

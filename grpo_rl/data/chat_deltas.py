@@ -1,8 +1,8 @@
 """Token-exact conversations: what a chat template writes between two assistant turns.
 
 An assistant turn stays the tokens that were sampled; what the template writes behind it is tokenized by
-itself. That is the template's own conversation only if the template does nothing but append, which is checked
-at the start.
+itself. That is the template's own conversation only if it does nothing but append, which is checked at the
+start.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""`grpo-rl prepare`: original files in verl's row format, with prompts worded as by verl's own
-preparation."""
+"""`grpo-rl prepare`: original files in verl's row format, with prompts worded as verl words them."""
 
 from __future__ import annotations
 

@@ -23,8 +23,7 @@ _STAND_IN = "Zq{}Xk7"
 
 
 class Renderer:
-    """Its texts are marked (`control_words.py`): `words.encode` makes tokens of them, `unmarked` what is
-    shown."""
+    """Its texts are marked (`control_words.py`): `words.encode` makes tokens, `unmarked` what is shown."""
 
     def __init__(self, config: DataConfig, tokenizer: Any) -> None:
         self.tokenizer = tokenizer

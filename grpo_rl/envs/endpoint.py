@@ -39,8 +39,7 @@ LONGEST_HEAD = 16 * 2**10
 REQUEST_S = 60.0
 MOST_STRANGERS, ACCEPTED_AT_ONCE = 256, 32
 """Connections that have not shown the token yet: any user of this machine may connect. One more ends the
-oldest. So few are accepted between two looks that an agent's request, which comes at once, is not the
-oldest."""
+oldest. So few are accepted at once that an agent's request, which comes immediately, is not the oldest."""
 LAST_ANSWERS_S = 1.0
 """Seconds for requests to read that the conversation is over."""
 
@@ -76,7 +75,7 @@ class ChatEndpoint:
         return await self._next()
 
     async def step(self, turn: Turn) -> Observation:
-        """A turn that was cut off is the last one: the agent may return a reward; a further request is
+        """A turn that was cut off is the last: the agent may return a reward; a further request is
         refused."""
         assert self._pending is not None, "the policy answers a request"
         pending_request, self._pending = self._pending, None

@@ -38,8 +38,7 @@ DRAIN_S = 0.001
 """To wait for further turns that have ended with the first."""
 
 LONGEST_TOKEN = 16
-"""Characters of a token: messages with more for each token of a context are too long before they are
-tokens."""
+"""Characters of a token: messages with more for each token of a context are refused unread."""
 MOST_TOOL_LISTS = 64
 
 
@@ -140,8 +139,8 @@ class EpisodePool(WholeBatches):
         retries: int = 2,
         quiet_s: float = 3600.0,
     ) -> None:
-        """`timeout_s` is from the first turn; `retries` are for lost processes; `quiet_s` is without any turn
-        or answer."""
+        """`timeout_s` is from the first turn, `retries` for lost processes, `quiet_s` without turn or
+        answer."""
         self.turns, self.environments, self.deltas = turns, environments, deltas
         self.max_model_len, self.max_turns, self.timeout_s = max_model_len, max_turns, timeout_s
         self.retries, self.quiet_s = retries, quiet_s

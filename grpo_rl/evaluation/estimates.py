@@ -1,4 +1,4 @@
-"""Estimates from a sample of prompts. All draws are seeded. Axes: `_P` prompts, `_PN` the n responses to
+"""Estimates from a sample of prompts, with seeded draws. Axes: `_P` prompts, `_PN` the n responses to
 each."""
 
 from __future__ import annotations
@@ -51,10 +51,9 @@ def ks_of(n: int) -> list[int]:
 
 
 def interval(values_P: np.ndarray) -> Estimate:
-    """95 %: percentiles of the means of resampled prompts.
+    """The mean, and percentiles (95 %) of the means of resampled prompts; of one prompt both ends are NaN.
 
-    Efron and Tibshirani, "An introduction to the bootstrap" (1993), section 13.3. For one prompt both ends
-    are NaN.
+    Efron and Tibshirani, "An introduction to the bootstrap" (1993), section 13.3.
     """
     values_P = np.asarray(values_P, dtype=np.float64)
     if len(values_P) < 2:

@@ -130,8 +130,7 @@ class Trial:
 
 
 def read_rows(names: Sequence[str], count: int, response: str | None, data: DataConfig, functions: Sequence[str]) -> list[Row]:
-    """`response` names the column of the responses. Raises DataError, naming the file, the row and the
-    column."""
+    """`response` names the responses' column. Raises DataError, naming the file, the row and the column."""
     source = Joined("the data", [open_source(name) for name in names])
     places = range(min(count, len(source)))
     return [_row(place, source.where(place), source.row(place), response, data, functions) for place in places]

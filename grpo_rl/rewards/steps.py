@@ -63,8 +63,7 @@ def read_steps(steps: Any, rollout: Rollout, decode: Decode, factor: float = 1.0
 def step_ends(token_ids: Sequence[int], decode: Decode, ends: Sequence[int]) -> list[int]:
     """Index of the token that completes the last character before each of `ends`, which ascend.
 
-    Exact with byte-level tokenizers. Takes time linear in tokens and ends. Raises ValueError for an end
-    beyond the text.
+    Exact with byte-level tokenizers, in linear time. Raises ValueError for an end beyond the text.
     """
     text = decode(token_ids)
     if ends and ends[-1] > len(text):

@@ -94,8 +94,7 @@ def _parsed(data: bytes, where: Callable[[int], str], start: int = 0) -> Any:
 
 
 def _index(file: IO[bytes], most_bytes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Start and end in bytes of each line that is not blank, and its number from 1; None if no line is
-    blank."""
+    """Start and end in bytes of each line that is not blank, and its number from 1; None if none is blank."""
     starts: list[np.ndarray] = []
     firsts: list[np.ndarray] = []
     base, at_start = 0, True

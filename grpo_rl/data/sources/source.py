@@ -72,8 +72,7 @@ class UserRows(Rows):
 def custom_source(files: Sequence[str], config: DataConfig, tokenizer: Any) -> RowSource:
     """The user's data set, `data.custom_cls`, as in verl: `cls(data_files=[...], tokenizer=..., config=...)`.
 
-    `self[index]` gives the same row as a dict at any time: rows are read when they are drawn, and again after
-    a resume.
+    `self[index]` gives the same row as a dict at any time: when it is drawn, and again after a resume.
     """
     name = f"{config.custom_cls.path}:{config.custom_cls.name}"
     kind = load_function(name, "data set class")

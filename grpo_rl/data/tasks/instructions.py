@@ -79,11 +79,9 @@ EXCLUDE = (
 
 
 def instructions(*, num_rows: Count = 512, constraints: str = "1,2", split: Split = "train", seed: AnySeed = 0) -> LazyRows:
-    """Rows in verl's format; the ground truth, for the reward `instructions`, is a list of constraints as
-    JSON text.
+    """Rows in verl's format; the ground truth, for the reward `instructions`, is JSON text of constraints.
 
-    `constraints` says how many a row has, each number equally likely. The splits share no topic and no
-    wording.
+    `constraints` is how many a row has, each number equally likely. The splits share no topic and no wording.
     """
     counts = [int(part) if part.isdigit() else 0 for part in constraints.split(",")]
     refuse(

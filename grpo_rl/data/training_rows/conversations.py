@@ -1,8 +1,7 @@
 """Demonstrations: conversations to learn from, and which of their tokens the assistant wrote.
 
 A row has chat `messages` (as for verl's MultiTurnSFTDataset), or a prompt and a response, or is a line of the
-rollouts that a run wrote. Trained are exactly the tokens that the chat template makes of the assistant's
-turns.
+rollouts of a run. Trained are exactly the tokens that the chat template makes of the assistant's turns.
 """
 
 from __future__ import annotations
@@ -205,11 +204,9 @@ class Tokenizing:
         return texts
 
     def _in_pieces(self, texts: Sequence[str], where: str) -> list[list[int]]:
-        """Each piece is tokenized by itself if a token would reach from the prompt into the answer, as a
-        newline may.
+        """Each piece is tokenized by itself if a token would reach from the prompt into the answer.
 
-        The model answers after the prompt's own tokens. Raises BadRow if the tokenizer puts something between
-        pieces.
+        The model answers after the prompt's own tokens. Raises BadRow if that makes another text.
         """
         ids: list[list[int]] = []
         done = ""

@@ -162,8 +162,7 @@ def _expression(parts: Tokens, text: str) -> MathAnswer:
 
 
 def _equation(sides: MathAnswer) -> MathAnswer:
-    """A definition, also `5 = x` and `(p, q) = (3, 2)`; of `17 * 23 = 391` the last number; else an
-    equation."""
+    """A definition, also `5 = x`, `(p, q) = (3, 2)`; of `17 * 23 = 391` the last number; else an equation."""
     lhs, rhs = sides.parts
     if len(lhs.value) == 1 and len(rhs.value) > 1 and _is_name(rhs.spelling):
         lhs, rhs = rhs, lhs
@@ -209,8 +208,7 @@ def _solutions(listed: MathAnswer) -> MathAnswer:
 
 
 def _approximation(sides: MathAnswer) -> MathAnswer:
-    """`\\frac13 \\approx 0.333`, `x \\approx 0.333`; a word if the sides differ, so that no answer has two
-    tries."""
+    """`\\frac13 \\approx 0.333`, `x \\approx 0.333`; a word if the sides differ: no answer has two tries."""
     first, *other_sides = sides.parts
     if len(first.names) == 1:
         first = first.parts[0]

@@ -1,7 +1,6 @@
 """Values of expressions: exact fractions if possible, complex numbers otherwise, all of bounded size.
 
-A variable gets a number: expressions are the same if they agree at several points (for polynomials and
-fractions exactly).
+A variable gets a number: expressions are the same if they agree at several points (for fractions exactly).
 """
 
 from __future__ import annotations

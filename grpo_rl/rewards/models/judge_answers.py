@@ -52,8 +52,7 @@ def json_score(text: str, key: str) -> float:
 def json_marks(text: str, keys: Sequence[str]) -> dict[str, float]:
     """Of the last JSON object of the text, or of an object inside of it.
 
-    One object has all keys, and none stands behind it: JSON that the judge quotes from the response gives no
-    mark.
+    None may stand behind it: JSON that the judge quotes from the response gives no mark.
     """
     objects = list(_objects(text))
     last_end = objects[0][1] if objects else 0

@@ -58,8 +58,7 @@ def written_sum(
 ) -> dict[str, Any]:
     """`score` 1 when the last line is that of the ground truth; each line is a step: 1 if it follows, else 0.
 
-    The rows are those of `task:rated_sums`. A line follows from those before, right or wrong: a mistake costs
-    one step.
+    The rows are those of `task:rated_sums`. A line follows from those before, right or wrong.
     """
     lines, right = solution_str.strip().split("\n"), ground_truth.split("\n")
     score, end = float(lines[-1] == right[-1]), solution_str.index(lines[0])

@@ -105,8 +105,7 @@ def is_code(function: Callable[..., Any]) -> bool:
 
 
 def last_program(text: str) -> str | None:
-    """The last closed ```python block, else the last closed block without a language; spaces before its fence
-    go.
+    """The last closed ```python block, else the last closed block without a language.
 
     A text without any fence is a program as a whole, as base models write them.
     """

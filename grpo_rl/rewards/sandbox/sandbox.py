@@ -86,8 +86,7 @@ class CaseOutcome:
 
 
 class Sandbox:
-    """Leaving the `with` statement ends everything inside. Raises SandboxUnavailable if a wall cannot be
-    built."""
+    """Leaving the `with` statement ends all inside. Raises SandboxUnavailable if a wall cannot be built."""
 
     def __init__(self, source: str, limits: Limits | None = None, line: socket.socket | None = None) -> None:
         """`line` is the first case's standard input, to be read and written; it is closed here."""
