@@ -106,13 +106,9 @@ class Trial:
             return results[0]
         values: dict[str, float] = {}
         for component, result in zip(components, results, strict=True):
-            values |= {
-                component.name: result.score,
-                **{f"{component.name}/{key}": number for key, number in result.values.items()},
-            }
-        return RewardResult(
-            sum(component.factor * result.score for component, result in zip(components, results, strict=True)), values
-        )
+            values[component.name] = result.score
+            values |= {f"{component.name}/{key}": number for key, number in result.values.items()}
+        return RewardResult(sum(component.factor * values[component.name] for component in components), values)
 
     def close(self) -> None:
         if self._worker is not None:

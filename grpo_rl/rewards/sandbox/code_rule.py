@@ -329,7 +329,10 @@ def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -
         texts = [stored[key]] if isinstance(stored[key], str) else stored[key]
         tests = [test for text in texts for test in assertions(text, named)]
     elif "inputs" in stored and "outputs" in stored:
-        tests = _pairs(stored["inputs"], stored["outputs"], named)
+        inputs, outputs = stored["inputs"], stored["outputs"]
+        if len(inputs) != len(outputs):
+            raise RewardError(f"the ground truth of a code task has {len(inputs)} inputs and {len(outputs)} outputs")
+        tests = [_pair(named, test_input, output) for test_input, output in zip(inputs, outputs, strict=True)]
     else:
         raise RewardError(f"the ground truth of a code task has the keys {', '.join(map(str, stored)) or 'none'}; {FORMS}")
     if not tests:
@@ -358,12 +361,6 @@ def _parsed(text: str) -> Any:
         if "assert" in text:
             return {"test": text}
         raise RewardError(f"the ground truth of a code task is neither JSON nor assertions: {short(text)}; {FORMS}") from None
-
-
-def _pairs(inputs: Sequence[Any], outputs: Sequence[Any], function: str | None) -> list[Test]:
-    if len(inputs) != len(outputs):
-        raise RewardError(f"the ground truth of a code task has {len(inputs)} inputs and {len(outputs)} outputs")
-    return [_pair(function, test_input, output) for test_input, output in zip(inputs, outputs, strict=True)]
 
 
 def _lines(text: Any) -> str:
