@@ -11,8 +11,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -189,7 +189,7 @@ def run_sweep(argv: Sequence[str]) -> int:
     runs = f"{count} runs" if sweep.points else "runs"
     print(redact("\n  ".join([f"sweep: {runs} in {sweep.folder}{skipped}", *waiting])), flush=True)
     code = 0
-    with _Signals(stop) as signals:
+    with _stopped_by_signals(stop) as signal_names:
         try:
             with reading(command.folders, command.config_name):
                 main_of_hydra(command, task, "--multirun", words=sweep.words)
@@ -201,31 +201,28 @@ def run_sweep(argv: Sequence[str]) -> int:
     if stop.exists():
         stop.unlink()
         named = "" if sweep.is_named else f" with trainer.experiment_name={sweep.folder.name}"
-        by = signals.came or "a signal to the run"
+        by = signal_names[0] if signal_names else "a signal to the run"
         raise Preempted(f"by {by}; the same command{named} goes on: runs that are done are skipped")
     return code
 
 
-class _Signals:
-    def __init__(self, stop: Path) -> None:
-        self.came: str | None = None
-        self._stop = stop
-        self._before: dict[int, object] = {}
+@contextmanager
+def _stopped_by_signals(stop: Path) -> Iterator[list[str]]:
+    """Yields the signals that have come: runs that are going on save then, and no other starts."""
+    names: list[str] = []
 
-    def __enter__(self) -> _Signals:
-        for number in _SIGNALS:
-            # Below nohup SIGHUP is ignored, and stays so.
-            if signal.getsignal(number) != signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._on_signal)
-        return self
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        names.append(signal.Signals(number).name)
+        stop.touch()
 
-    def __exit__(self, *raised: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.came = self.came or signal.Signals(number).name
-        self._stop.touch()
+    # Below nohup SIGHUP is ignored, and stays so.
+    heard = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    handlers = {number: signal.signal(number, on_signal) for number in heard}
+    try:
+        yield names
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _steps(composed: Composed) -> int:
