@@ -21,12 +21,7 @@ from grpo_rl.rewards.rules.number_rules import (
     written_sum,
 )
 from grpo_rl.rewards.rules.structured_rules import instructions, json_fields, json_schema
-from grpo_rl.rewards.rules.text_rules import (
-    exact_match,
-    multiple_choice,
-    repetition,
-    think_answer,
-)
+from grpo_rl.rewards.rules.text_rules import exact_match, multiple_choice, repetition, think_answer
 from grpo_rl.rewards.sandbox.code_rule import code
 
 MATH_SOURCES = (

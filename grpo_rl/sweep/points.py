@@ -216,8 +216,8 @@ def _stopped_by_signals(stop: Path) -> Iterator[list[str]]:
         stop.touch()
 
     # Below nohup SIGHUP is ignored, and stays so.
-    heard = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    handlers = {number: signal.signal(number, on_signal) for number in heard}
+    numbers = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    handlers = {number: signal.signal(number, on_signal) for number in numbers}
     try:
         yield names
     finally:
