@@ -317,6 +317,31 @@ def test_a_job_keeps_others_out_of_its_folder_and_saves_when_it_is_stopped(clust
     assert (cluster.runs / "stopped" / "checkpoints" / f"step_{status['step']}").is_dir()
 
 
+def test_a_plain_job_of_rays_has_the_log_and_the_exit_code_of_its_run_and_saves_when_it_is_stopped(cluster: Cluster) -> None:
+    """Without submit.sh, as people submit to a cluster that they already have."""
+    ray, address = [".venv/bin/ray", "job"], ["--address", f"http://{cluster.head}:8265"]
+    run_words = [f"trainer.default_local_dir={cluster.runs}", "ray_kwargs.ray_init.address=auto"]
+
+    def submit(name: str, words: list[str], *options: str, code: int = 0) -> str:
+        command = [str(ROOT / PYTHON), "-m", "grpo_rl.main", *run_words, *cluster.named(name, words)]
+        return cluster.machines.run(2, *ray, "submit", *address, *options, "--", *command, code=code)
+
+    output = submit("plain", [*instead("trainer.total_training_steps=1", "trainer.save_freq=-1"), *TWO])
+    assert "`ray job stop` kills this run after 3 s" in output and "succeeded" in output
+    assert (cluster.runs / "plain" / "logs" / "console.log").read_text().strip().splitlines()[-1].strip() in output
+    output = submit("bad", [*WORDS, "trainer.no_such_key=1"], code=1)
+    assert "no_such_key" in output and "exit code 2" in output
+    wait = ["--runtime-env-json", json.dumps({"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "90"}})]
+    words = [*instead("trainer.total_training_steps=500", "trainer.save_freq=-1"), *TWO]
+    submit("plain_stopped", words, "--no-wait", "--submission-id", "plain_stopped", *wait)
+    cluster.until("plain_stopped", 3)
+    cluster.machines.run(2, *ray, "stop", *address, "plain_stopped")
+    status = json.loads((cluster.runs / "plain_stopped" / "status.json").read_text())
+    assert (status["state"], status["error"]["exit_code"]) == ("preempted", 75)
+    assert status["last_commit"] == status["step"] >= 3
+    assert "kills this run" not in cluster.machines.run(2, *ray, "logs", *address, "plain_stopped")
+
+
 def test_seeds_are_jobs_of_their_own_with_one_table(cluster: Cluster) -> None:
     words = [*instead("trainer.total_training_steps=2", "trainer.save_freq=-1"), *TWO]
     cluster.submit(cluster.named("both", words), "--wait", "--seeds", "1,2")
@@ -361,8 +386,10 @@ def test_engines_on_other_machines(cluster: Cluster) -> None:
     """The policy does not depend on how many engines there are or where; a machine of theirs may die, and the run goes on."""
     if 3 not in cluster.machines.running:
         cluster.add(3)
-    cluster.train("engine", [*WORDS, *engines(1)])
-    process = cluster.start("engines", [*WORDS, *engines(2)], 5)
+    # Twelve steps would end before the loss of a node is certain.
+    words = instead("trainer.total_training_steps=80")
+    cluster.train("engine", [*words, *engines(1)])
+    process = cluster.start("engines", [*words, *engines(2)], 5)
     workers = {number: cluster.workers(number) for number in (1, 2, 3)}
     # An engine on each of two, actor and reference on the third, the functions on all.
     assert sorted(workers.values()) == [2, 2, 3]
@@ -370,7 +397,7 @@ def test_engines_on_other_machines(cluster: Cluster) -> None:
     cluster.machines.kill(victim)
     assert re.search(rf"its node 10\.78\.0\.{victim} \(rollout\d\) has not answered", lost(process))
     cluster.add(victim)
-    assert "resumed from" in cluster.train("engines", [*WORDS, *engines(2)])
+    assert "resumed from" in cluster.train("engines", [*words, *engines(2)])
     assert cluster.policy("engines") == cluster.policy("engine")
 
 
