@@ -5,6 +5,8 @@ Run by name: `pytest -m campaign -s tests/campaign/test_functions_on_nodes.py`.
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -12,7 +14,10 @@ from pathlib import Path
 
 import pytest
 from separate_machines import Machines, lacking
-from test_two_machines import POLICY, ROOT, Cluster, ended, engines, instead
+from test_two_machines import POLICY, PYTHON, ROOT, Cluster, ended, engines, instead
+
+sys.path.insert(0, str(ROOT / "tests/unit/rewards"))
+from test_runner import FAILURES
 
 from grpo_rl.models import builtin
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
@@ -45,6 +50,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("shared")
     quiet = {"RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    quiet |= {name: os.environ[name] for name in ("GRPO_RL_CACHE", "OMP_NUM_THREADS") if name in os.environ}
     machines = Machines(folder, [ROOT, Path(sys.prefix).resolve()], quiet | {"RAY_worker_niceness": "0", "GOMP_SPINCOUNT": "0"})
     try:
         made = Cluster(machines, folder / "runs")
@@ -69,6 +75,22 @@ def words(cluster: Cluster) -> list[str]:
     elastic = [f"{POLICY}.rollout.min_replicas=1", f"{POLICY}.rollout.max_replicas=2"]
     own = [f"{POLICY}.model.path={model}", f"reward.functions=[{cluster.runs.parent}/own.py:score]"]
     return [*instead(f"trainer.total_training_steps={STEPS}", "trainer.save_freq=-1"), *engines(2), *elastic, *own]
+
+
+OUTSIDE = """
+import json, os, platform, socket, sys
+from test_sandbox_escapes import NUMBERS
+canary, server, local = sys.argv[1], socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_UNIX)
+local.bind("\\0canary")
+local.listen()
+import grpo_rl.rewards.sandbox.code_rule as rule
+there = {"canary": canary, "package": rule.__file__, "port": server.getsockname()[1], "abstract": "canary"}
+there |= {"python": os.path.realpath(sys.executable), "host": socket.gethostname(), **NUMBERS[platform.machine()]}
+print(json.dumps(there), flush=True)
+while True:
+    server.accept()
+"""
+"""Opens on a machine what an escape could reach there."""
 
 
 def logs(cluster: Cluster, name: str) -> str:
@@ -125,3 +147,52 @@ def test_a_file_that_is_on_one_machine_alone_is_named_with_the_machine(cluster: 
     cluster.machines.run(3, "cp", str(cluster.runs.parent / "own.py"), "/tmp/own.py")
     said = cluster.train("absent", [*kept, "reward.functions=[/tmp/own.py:score]"], code=6)
     assert re.search(r"error: .*\(node-[23]\) has other code .*/tmp/beside\.py is not there", said), said
+
+
+def test_red_inputs_earn_nothing_and_cost_their_own_response_on_another_machine(cluster: Cluster) -> None:
+    folder = cluster.runs.parent / "red"
+    folder.mkdir()
+    (canary := folder / "canary").write_text("alive")
+    canary.chmod(0o666)
+    folders = ("", "tests", "tests/integration", "tests/unit/rewards", "tests/unit/envs")
+    path = os.pathsep.join(str(ROOT / name) for name in folders)
+    reached = cluster.machines.start(2, PYTHON, "-c", OUTSIDE, str(canary), PYTHONPATH=path)
+    assert reached.stdout is not None
+    outside = reached.stdout.readline()
+    words = [f"{cluster.head}:6379", cluster.machines.address(2), str(folder), outside]
+    program = [PYTHON, "tests/campaign/red_inputs.py", *words]
+    output = cluster.machines.run(1, *program, timeout_s=900.0, CANARY_TOKEN="secret", PYTHONPATH=path)
+    cluster.machines.run(2, "pkill", "-9", "-f", "code_rule")
+    assert (
+        "on node-2: 2 sandbox processes, 2 unruly processes, 2 math processes, 1 judge process; programs in a sandbox" in output
+    )
+    answers = json.loads(next(line for line in output.splitlines() if line.startswith('{"sandbox"')))
+    print("MEASURED red inputs on another machine:", {kind: len(results) for kind, results in answers.items()})
+    assert {name: score for name, (score, *_) in answers["sandbox"].items() if score} == {}
+    assert canary.read_text() == "alive"
+    kinds = {deed: kind for deed, (_, kind, _) in answers["unruly"].items()}
+    assert kinds == {"score 1": None, "print": None, "score 2": None} | {deed: kind for deed, kind, _ in FAILURES}
+    assert {name: cause for name, (_, kind, cause) in answers["math"].items() if kind} == {}
+    assert {name: score for name, (score, *_) in answers["math"].items() if score} == {}
+    assert answers["judge"] == {
+        "refuses": [None, "judge_error"],
+        "breaks off": [None, "judge_error"],
+        "answers at great length": [None, "judge_error"],
+        "gives no score": [2.0, None],
+        "makes the parser exit": [None, "judge_error"],
+        "makes the parser hang": [None, "judge_timeout"],
+        "is fine": [2.0, None],
+    }
+    played = {name: what for name, (what, _) in answers["environments"].items()}
+    assert played == {
+        "raises": "failed",
+        "answers nothing": "failed",
+        "rewards nan": "failed",
+        "holds the interpreter": "timeout",
+        "blocks": "timeout",
+        "prints": "answered",
+    }
+    for log in folder.glob("*.log"):
+        assert log.stat().st_size < 5 * 2**20, "a log has 4 MiB"
+    remaining = cluster.machines.run(2, "pgrep", "-a", "-f", "rewards.runtime.process|envs.runtime|sandbox", code=None)
+    assert remaining == "", remaining
