@@ -196,3 +196,29 @@ def test_red_inputs_earn_nothing_and_cost_their_own_response_on_another_machine(
         assert log.stat().st_size < 5 * 2**20, "a log has 4 MiB"
     remaining = cluster.machines.run(2, "pgrep", "-a", "-f", "rewards.runtime.process|envs.runtime|sandbox", code=None)
     assert remaining == "", remaining
+
+
+ROLES = """
+for pid in $(pgrep -f ray::WorkerHost); do readlink /proc/$pid/fd/1 | grep -o '[a-z_]*[0-9]*[.]log' | sed 's/[.]log//'; done
+pgrep -fa "grpo_rl[.](envs|rewards)[.]" | grep -o "grpo_rl[.][a-z_.]*"
+pgrep -fa "grpo_rl[.]main" | grep -o "grpo_rl[.]main"
+"""
+"""Prints the roles of the processes of a run on a machine: a worker's log is named after it."""
+
+
+def test_where_each_process_of_a_run_with_environments_is(cluster: Cluster) -> None:
+    process = cluster.start("agents", instead("recipe=agents/calculator", "trainer.total_training_steps=200", *engines(2)), 1)
+    roles_on = {number: sorted(cluster.machines.run(number, "bash", "-c", ROLES, code=None).split()) for number in (1, 2, 3)}
+    cluster.machines.run(1, "pkill", "-TERM", "-f", "grpo_rl[.]main")
+    code, output = ended(process)
+    assert code == 75, output
+    for number, roles in roles_on.items():
+        print(f"MEASURED node-{number}: {', '.join(f'{roles.count(role)} {role}' for role in dict.fromkeys(roles))}")
+    everywhere = {"functions", "grpo_rl.envs.runtime.episode_host"}
+    kinds = {number: {role.rstrip("0123456789") for role in roles} for number, roles in roles_on.items()}
+    assert all(everywhere <= roles for roles in kinds.values()), kinds
+    assert "grpo_rl.main" in kinds[1] and "grpo_rl.main" not in kinds[2] | kinds[3]
+    assert sorted(role for roles in roles_on.values() for role in roles if role.startswith("rollout")) == [
+        "rollout0",
+        "rollout1",
+    ]
