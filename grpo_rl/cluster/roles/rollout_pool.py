@@ -185,10 +185,9 @@ class Transfer:
 LEAST_AHEAD = 0.25
 """Requests that a replica has beyond those it samples at once, as a share of them: it never waits for the controller."""
 POLL_S = 2.0
-REPORTS_PER_S = 40
-"""Reports of all replicas in a second, at most: one costs the controller about a millisecond, and a response
-that has ended waits so long for others.
-"""
+REPORTS_PER_S, REPORTS_OF_A_REPLICA_PER_S = 40, 10
+"""Reports of all replicas, and of each, in a second, at most: one costs the controller about a millisecond, and a
+response that has ended waits so long for others; the last ones of a step do not wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,7 +378,7 @@ class ReplicaPool(RequestPool):
             return 0.0, 1  # the next turn waits for this one
         # A replica must not run out of what it was given in advance.
         enough = max(1, self._ahead() // 2) if self._ledger.waiting else self.options.max_num_seqs
-        return len(self._ledger.in_flight) / REPORTS_PER_S, enough
+        return max(1 / REPORTS_OF_A_REPLICA_PER_S, len(self._ledger.in_flight) / REPORTS_PER_S), enough
 
     def _ahead(self) -> int:
         """Return how many requests a replica gets beyond those that it samples at once.
