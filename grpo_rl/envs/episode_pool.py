@@ -94,6 +94,10 @@ class Playing(Conversation):
         """The name of this attempt for the environment processes."""
         return f"{self.id}#{self.attempt}" if self.wave == 0 else f"{self.id}#{self.wave}.{self.attempt}"
 
+    def room(self, max_model_len: int) -> int:
+        """Return how many further tokens fit."""
+        return min(self.sampling.max_tokens, max_model_len - len(self.prompt.token_ids)) - self.length
+
     def again(self) -> Playing:
         retried = Playing(self.id, self.row, self.sample, self.sampling, self.seed, self.attempt + 1, self.wave)
         retried.counts["retries"] = self.attempt + 1
@@ -389,7 +393,7 @@ class EpisodePool(WholeBatches):
         playing.prompt = self._shown[key]
 
     def _next_turn(self, playing: Playing) -> None:
-        room = min(playing.sampling.max_tokens, self.max_model_len - len(playing.prompt.token_ids)) - playing.length
+        room = playing.room(self.max_model_len)
         if room < 1:
             if playing.turns:
                 self._finish(playing, "tokens")
