@@ -64,27 +64,6 @@ part() {
     summary+=("$(printf '%-12s %-7s %4d s' "$name" "$result" $((SECONDS - start)))")
 }
 
-# parts MAIN OTHER: runs both at once, for neither keeps all cores busy; what OTHER printed is shown when both have ended.
-parts() {
-    local log other
-    log=$(mktemp)
-    set -m # a process group of its own, which is ended as a whole
-    (
-        part "$2" "$2"
-        printf '%s\n' "${summary[-1]}" >"$log.summary"
-        exit "$exit_code"
-    ) >"$log" 2>&1 &
-    other=$!
-    set +m
-    trap 'kill -- "-$other" 2>/dev/null' INT TERM
-    part "$1" "$1"
-    wait "$other" || exit_code=1
-    trap - INT TERM
-    cat "$log"
-    summary+=("$(cat "$log.summary")")
-    rm -f "$log" "$log.summary"
-}
-
 lint() {
     "$PYTHON" -m ruff check "$@" . && "$PYTHON" -m ruff format --check .
 }
@@ -146,7 +125,7 @@ integration() {
 }
 
 faults() {
-    # One at a time: they break processes and measure how long it takes until others notice.
+    # One at a time: they break processes and measure how long it takes until others notice. Two are no faster, either.
     if names_tests "$@"; then "$PYTHON" -m pytest "$@"; return; fi
     "$PYTHON" -m pytest tests/faults --durations=12 "$@"
 }
@@ -161,10 +140,7 @@ campaign() {
 
 case ${1:-all} in
     all)
-        part lint lint
-        parts unit types
-        # Both wait for processes to start or to end for much of the time.
-        parts integration faults
+        for name in lint types unit integration faults; do part "$name" "$name"; done
         if nvidia-smi -L 2>/dev/null | grep -q GPU; then part gpu gpu; fi
         ;;
     lint | types | unit | integration | faults | gpu | campaign)
