@@ -172,6 +172,6 @@ class Run:
 def _refuse_unknown(names: Iterable[str], known: list[str]) -> None:
     for name in names:
         if name not in known:
-            more = f" and {len(known) - 12} more" if len(known) > 12 else ""
-            hint = did_you_mean(name, known) or f" There are {', '.join(known[:12])}{more}"
+            ending = f" and {len(known) - 12} more" if len(known) > 12 else ""
+            hint = did_you_mean(name, known) or f" There are {', '.join(known[:12])}{ending}"
             raise DataError(f"no step has a metric {name!r}.{hint}")

@@ -130,10 +130,10 @@ def differences_table(result: SourceResult, labels: Sequence[str]) -> Table:
     return [f"minus {labels[0]}", *labels[1:]], rows
 
 
-def _text(found: Estimate, sign: str = "") -> str:
+def _text(estimate: Estimate, sign: str = "") -> str:
     """`0.312 [0.281, 0.344]`; without the interval if there is none."""
-    ends = "" if math.isnan(found.low) else f" [{found.low:{sign}.3f}, {found.high:{sign}.3f}]"
-    return f"{found.mean:{sign}.3f}{ends}"
+    ends = "" if math.isnan(estimate.low) else f" [{estimate.low:{sign}.3f}, {estimate.high:{sign}.3f}]"
+    return f"{estimate.mean:{sign}.3f}{ends}"
 
 
 def p_text(p: float) -> str:

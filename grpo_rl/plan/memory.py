@@ -63,7 +63,7 @@ class Load:
     shared_keys: int = 0  # copied so that responses share a prompt's
     adapters: int = 0  # parameters of LoRA adapters, trained alone; 0 without
     half_base: bool = False  # blocks under adapters rest in bfloat16, else float32
-    others: int = 0  # parameters of further frozen models on the same ranks
+    teacher_params: int = 0  # of further frozen models on the same ranks
     ref_head: bool = False  # a reference's whole LM head lies there, for an exact KL
 
 
@@ -72,7 +72,7 @@ def resident(size: ModelSize, load: Load, *, weights: bool = True, gradients: bo
     trained = load.adapters or size.num_params
     # Embedding and head are always float32.
     blocks = size.num_params - size.vocab * size.hidden * (1 if size.tied else 2)
-    held = 4 * (size.num_params + load.adapters + load.others) - 2 * blocks * load.half_base
+    held = 4 * (size.num_params + load.adapters + load.teacher_params) - 2 * blocks * load.half_base
     state = held * weights + trained * (GRADIENT * (load.trains and gradients) + load.moments * moments)
     return (0 if load.in_host_memory else int(state) // load.ranks) + load.ref_head * 4 * size.vocab * size.hidden
 
@@ -271,7 +271,7 @@ def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
         moments_away=isinstance(fsdp, FsdpConfig) and fsdp.optimizer_offload,
         offloads_inputs=model.enable_activation_offload and not scores,
         shared_keys=int(groups * group_size * (prompt + response)) if group_size > 1 else 0,
-        others=sum(model.num_params for model in _teacher_sizes(plan)) - size.num_params if name == "teacher" else 0,
+        teacher_params=sum(model.num_params for model in _teacher_sizes(plan)) - size.num_params if name == "teacher" else 0,
         ref_head=name == "actor" and objective.needs_full_kl,
         adapters=adapters,
         half_base=bool(adapters) and _rests_in_half(plan),
