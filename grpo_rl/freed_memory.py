@@ -6,12 +6,17 @@ import ctypes
 import functools
 from typing import Any
 
-KEPT_BYTES = 256 << 20
-"""Bytes of freed memory that a process keeps for what it allocates next.
+from grpo_rl.machine_memory import machine_memory
 
-glibc's defaults map a step's tensors anew, and the kernel clears every page again: 14,000 to 37,000 page
-faults in a step of 1.1 M parameters, and 4 % of its time (scripts/bench_sft.py). More than this goes back,
-because actor and engine take turns: 135 M parameters left 2.9 GiB with the actor while the engine sampled."""
+KEPT_BYTES = 256 << 20
+KEPT_SHARE = 0.25
+"""A process keeps so much of what it has freed for what it allocates next, or this share of the free memory.
+
+The kernel clears every page that a process gets: giving memory back between phases took 5 % of a step of 1.1 M
+parameters (scripts/bench_step.py) and 15 % of one of 135 M. If memory is short it goes back, because actor and
+engine take turns: 135 M parameters left 2.9 GiB with the actor while the engine sampled."""
+NEVER = 8 << 30
+"""For glibc's own thresholds, at which it gives memory back in the middle of a phase."""
 _FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
 
 
@@ -31,9 +36,10 @@ def _glibc() -> Any:
 
 
 def give_back() -> bool:
-    """Give freed memory back if there is more than KEPT_BYTES; return whether there was."""
+    """Give freed memory back if there is more than the process may keep; return whether there was."""
     library = _glibc()
-    if library is None or library.mallinfo2().fordblks <= KEPT_BYTES:
+    freed = 0 if library is None else library.mallinfo2().fordblks
+    if freed <= KEPT_BYTES or freed <= KEPT_SHARE * machine_memory().free:
         return False
     library.malloc_trim(0)
     return True

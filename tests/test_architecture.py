@@ -66,6 +66,8 @@ FLOORS = {
 NEIGHBOURS = {
     # What a child prints is written down with secrets hidden.
     ("processes", "config"),
+    # How much a process keeps depends on how much the machine has.
+    ("freed_memory", "machine_memory"),
     # A schedule declares on its function whether it samples while it trains.
     ("config", "registry"),
     # A rollout holds arrays, or views of blocks of them.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from grpo_rl.freed_memory import KEPT_BYTES
+from grpo_rl.freed_memory import NEVER
 from grpo_rl.rollout.engine_environment import SPIN_COUNT
 
 ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_THRESHOLD_": str(KEPT_BYTES),
-    "MALLOC_TRIM_THRESHOLD_": str(KEPT_BYTES),
+    "MALLOC_MMAP_THRESHOLD_": str(NEVER),
+    "MALLOC_TRIM_THRESHOLD_": str(NEVER),
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "OPENBLAS_NUM_THREADS": "1",
