@@ -23,7 +23,7 @@ ALONE = ["grpo_loss.py", "mcp_tool.py", "own_environment.py", "own_estimator.py"
 OF_RUNS = ["read_a_run.py", "plot_runs.py"]
 RUNS = ["train_from_python.py", "rl_loop.py", "best_of_n.py", "by_pass_rate.py", "self_correction.py"]
 """The examples that train: tests/integration/test_scripts.py and test_sessions.py run them."""
-LOOPS = ["dynamic_sampling.py", "on_policy_distillation.py", "rejection_sampling.py"]
+LOOPS = ["dynamic_sampling.py", "on_policy_distillation.py", "rejection_sampling.py", "two_policies.py"]
 """Those that tests/unit/trainer/test_example_loops.py runs."""
 NOTEBOOKS = sorted(path.name for path in EXAMPLES.glob("*.ipynb"))
 GAMES = ["answers_in_turns.py", "countdown.py", "grid_world.py", "word_game.py"]

@@ -16,6 +16,7 @@ sys.path.append(str(Path(grpo_rl.__file__).parents[1] / "examples"))
 import dynamic_sampling
 import on_policy_distillation
 import rejection_sampling
+import two_policies
 
 
 def half_solved(prompt: Prompt, sample: int) -> str:
@@ -50,3 +51,22 @@ def test_on_policy_distillation_is_the_recipe_of_its_name() -> None:
             metrics = Run(s.output.run_dir.path).metrics()
             losses.append(metrics[["actor/loss", "actor/grad_norm"]].values.tolist())
     assert losses[0] == losses[1] and len(losses[0]) == 2
+
+
+def test_of_two_policies_each_is_rewarded_for_what_comes_closer_than_the_others_answer(tmp_path: Path) -> None:
+    def near(prompt: Prompt, sample: int) -> str:
+        return str(prompt.ground_truth) if sample == 0 else "9999"
+
+    with (
+        testing.session(two_policies.GAME[0], "trainer.experiment_name=first", answers=near, folder=tmp_path) as first,
+        testing.session(
+            two_policies.GAME[0], "trainer.experiment_name=second", answers=lambda *_: "1", folder=tmp_path
+        ) as second,
+    ):
+        two_policies.train(first, second)
+        assert (first.version, second.version) == (2, 2)
+        for mine, other in zip(first.sampled, second.sampled, strict=True):
+            assert mine.prompt.text == other.prompt.text
+            distances = [abs(int(rollout.text) - int(rollout.prompt.ground_truth)) for rollout in (mine, other)]
+            assert (mine.reward, other.reward) == (distances[0] < distances[1], distances[1] < distances[0])
+        assert {rollout.reward for rollout in first.sampled} == {0.0, 1.0}
