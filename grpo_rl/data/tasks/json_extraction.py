@@ -13,21 +13,59 @@ from grpo_rl.data.tasks.made_rows import LazyRows, Row, row_of
 Split = Literal["train", "val"]
 Level = Literal["easy", "hard"]
 
+# After a space most of these names are one token of SmolLM2's, after a quotation mark several: a model that
+# copies one has to spell it, which it learns from many.
 NAMES: dict[Split, tuple[str, ...]] = {
     "train": tuple(
-        "Anna Ben Carla David Elena Felix Greta Hugo Ines Jonas Karin Leo Mira Nils Olga Paul Rosa Simon Tina Victor Wanda Yusuf "
-        "Amir Bella Cedric Dina Emil Fatima Georg Hanna Ivan Julia Kofi Lina Marco Nora Omar Petra Ravi Sofia".split()
+        "Anna Ben Carla David Elena Felix Greta Hugo Ines Jonas Karin Leo Mira Nils Olga Paul Rosa Simon "
+        "Tina Victor Wanda Yusuf Amir Bella Cedric Dina Emil Fatima Georg Hanna Ivan Julia Kofi Lina Marco "
+        "Nora Omar Petra Ravi Sofia Francis Carol Abraham Luther Victoria Albert Philip Harry Patrick "
+        "Benjamin Walter Douglas Margaret Frederick Solomon Marshall Nelson Howard Christopher Eric Isaac "
+        "Susan Steve Anthony Karl Alfred Alan Morgan Juan Oliver Norman Lucy Nicholas Gordon Florence "
+        "Catherine Jonathan Sally Brian Barbara Emma Bruce Ruth Roger Gregory Bernard Graham Joshua Helen "
+        "Mitchell Martha Stanley Kelly Steven Grace Charlotte Augustine Kevin Lisa Ryan Laura Herbert Jake "
+        "Nathan Rachel Calvin Aaron Rick Homer Dave Nancy Ralph Charlie Vincent Harold Harvey Gary Karen "
+        "Todd Arnold Andre Julius Timothy Joan Friedrich Henri Basil Tony Hunter Linda Gilbert Jess Billy "
+        "Edmund Robin Ronald Hugh Theodore Gabriel Craig Leonardo Julian Jennifer Malcolm Jason Wayne Ruby "
+        "Ellen Ernest Maxim Constantine Johannes Clara Kate Saul Troy Luis Keith Esther Clement Jeremiah "
+        "Juliet Owen Orion Pablo Bruno Claire Jill Erik Floyd Denis Abigail Hassan Elliott Adrian Olivia "
+        "Raphael Irving Hermann Ezra Whitney Fletcher Seth Cyrus Antony Penny Sidney Brett Miranda Fernando "
+        "Nathaniel Ashley Jonah Horace Amanda Sebastian Nicole Heather Monica Amos Rudolf Stephanie Abbott "
+        "Ella Brent Juno Holly Kathleen Katie Hillary Nicolas Nina Sandra Molly Virgil Casey Stefan "
+        "Abdullah Lorenzo Iris Oswald Diane Roland Shirley Preston Allison Marianne Cecil Alexandra Melissa "
+        "Lyndon Vera Drew Alexa Francesco Ibrahim Dalton Sophie Alison Naomi Titus Raja Pascal Judy Dudley "
+        "Wolfgang Fritz Christina Chuck Agnes Bobby Jules Lazarus Dwight Elis Ethan Jackie Elias Quinn "
+        "Mikhail Randall Josef Musa Miriam Luna Willis Eliza Lorraine Wendy Josiah Clayton Clifford "
+        "Clarence Jorge Erin Polly Gertrude Cornelius Laurence Samantha Lauren Carmel".split()
     ),
     "val": tuple(
-        "Adele Boris Chiara Dmitri Edith Farid Gisela Henrik Isabel Jakob Kemal Louise Milan Nadia Oskar Priya".split()
+        "Adele Boris Chiara Dmitri Edith Farid Gisela Henrik Isabel Jakob Kemal Louise Tomas Nadia Oskar "
+        "Priya Agata Alvaro Anouk Astrid Beatriz Carmen Daniela Diego Dominik Eva Fabian Frida Gustav "
+        "Hannes Helga Ingrid Irene Ismail Janek Joao Katya Kenji Lars Leila Magnus Marek Marta Matteo "
+        "Miguel Natalia Niklas Noah Pedro Pia Rania Renata Samir Selma Stella Sven Tamara Teresa Theo "
+        "Ulrike Valeria Viktor Yara Yuki".split()
     ),
 }
 CITIES: dict[Split, tuple[str, ...]] = {
     "train": tuple(
-        "Berlin Paris Madrid Lisbon Oslo Vienna Rome Dublin Prague Athens Helsinki Warsaw Zurich Geneva Munich Lyon Porto Milan "
-        "Turin Bergen Cairo Lagos Nairobi Delhi Tokyo Seoul Lima Boston Chicago Denver".split()
+        "Berlin Paris Madrid Lisbon Oslo Vienna Rome Dublin Prague Athens Helsinki Warsaw Zurich Geneva "
+        "Munich Lyon Porto Milan Turin Bergen Cairo Lagos Nairobi Delhi Tokyo Seoul Lima Boston Chicago "
+        "Denver Jerusalem Philadelphia Antioch Toronto Moscow Berkeley Orleans Sydney Houston Baltimore "
+        "Beijing Atlanta Detroit Cleveland Florence Venice Melbourne Montreal Edinburgh Vancouver "
+        "Birmingham Manhattan Portland Richmond Amsterdam Miami Manchester Pittsburgh Brooklyn Phoenix "
+        "Ottawa Dallas Bristol Copenhagen Brussels Glasgow Salvador Cincinnati Rochester Kyoto Shanghai "
+        "Norfolk Dresden Nottingham Leipzig Nuremberg Calgary Bombay Toledo Winchester Omaha Monterey Dubai "
+        "Bonn Calcutta Syracuse Winnipeg Hartford Louisville Lexington Canberra Brisbane Indianapolis "
+        "Halifax Tucson Perth Medina Tehran Exeter Leicester Greenwich Nagasaki Budapest Havana Honolulu "
+        "Edmonton Cardiff Worcester Gloucester Portsmouth Southampton Belfast Cologne Heidelberg Salisbury "
+        "Tampa Dayton Raleigh Johannesburg Bologna Lyons Hyderabad Kabul Kiev Tunis Wuhan".split()
     ),
-    "val": tuple("Hamburg Naples Valencia Krakow Cork Tampere Basel Marseille Mumbai Osaka Quito Seattle".split()),
+    "val": tuple(
+        "Hamburg Naples Valencia Krakow Cork Tampere Basel Marseille Mumbai Osaka Quito Seattle Gdansk "
+        "Bilbao Seville Malaga Bordeaux Nantes Toulouse Bremen Stuttgart Hanover Graz Salzburg Ghent "
+        "Antwerp Rotterdam Utrecht Aarhus Malmo Uppsala Riga Tallinn Vilnius Bucharest Belgrade Zagreb "
+        "Sarajevo Izmir Ankara Casablanca Accra Dakar Kampala Jakarta Manila Hanoi Bangkok".split()
+    ),
 }
 HOBBIES: dict[Split, tuple[str, ...]] = {
     "train": ("chess", "running", "painting", "cooking", "swimming", "reading", "hiking", "singing", "cycling", "gardening"),
@@ -49,6 +87,32 @@ PHRASINGS: dict[Split, tuple[str, ...]] = {
         "{name} celebrated birthday number {age} with friends in {city}.",
         "Last week {name} rented a flat in {city}; the form says {age} years.",
         "A witness called {name}, {age} years of age, was heard in {city}.",
+        "The parcel for {name} went to {city}; the customer is {age}.",
+        "{name} turned {age} in {city} on Sunday.",
+        "Although only {age}, {name} runs a small shop in {city}.",
+        "Yesterday the police of {city} thanked {name}, {age}, for the help.",
+        "The winner is {name}! The {age}-year-old comes from {city}.",
+        "Patient: {name}. Age: {age}. Place of residence: {city}.",
+        "When {name} was {age}, the family left for {city}.",
+        "Write to {name} in {city}, please: a card for birthday number {age}.",
+        "{name} was born {age} years ago, and in {city} at that.",
+        "{name} of the {city} office will be {age} tomorrow.",
+        "Reservation: {name}, one adult of {age}, hotel in {city}.",
+        "The mayor of {city} shook hands with {name}, who is {age} now.",
+        "Age {age}, home town {city}, first name {name}.",
+        "A letter came from {name}, {age}, who studies in {city}.",
+        "Doctor {name}, {age}, opened a practice in {city}.",
+        "Captain {name} leads the fire brigade of {city} and is {age}.",
+        "Aunt {name} in {city} is {age} by now.",
+        "Professor {name} teaches in {city} and is {age} years old.",
+        "The choir of {city} has a new voice: {name}, {age}.",
+        "The chess club of {city} was beaten by {name}, a player of {age}.",
+        "Everybody in {city} knows {name}, who is {age}.",
+        "Somebody from {city} called, {name}, {age}.",
+        "Driver {name}, {age}, was stopped near {city}.",
+        "{city} has a new champion, {name}, who is {age}.",
+        "From {city} comes the report of {name}, a reader of {age}.",
+        "Student {name} ({age}) found a room in {city}.",
     ),
     "val": (
         "We spoke to {name} in {city}, a gardener of {age} years.",
@@ -57,6 +121,24 @@ PHRASINGS: dict[Split, tuple[str, ...]] = {
         "The prize went to {name} of {city}, who is only {age}.",
         "Ticket for {name}, age {age}, departing from {city}.",
         "Among the guests in {city} was {name}, {age} years old.",
+        "Nobody in {city} sings like {name}, even at {age}.",
+        "Name of the applicant: {name}; living in {city}; {age} years old.",
+        "It was {name} who called from {city}, a teacher of {age}.",
+        "{age} candles were on the cake when {name} had a party in {city}.",
+        "The team from {city} won, and {name}, {age}, scored twice.",
+        "My neighbour {name} is {age}. We both live in {city}.",
+        "Since moving to {city}, {name} ({age}) takes the bus to work.",
+        "Our guide through {city} will be {name}, {age} years young.",
+        "I think {name} is about to turn {age}; the party is in {city}.",
+        "Passenger {name}, aged {age}, left the train in {city}.",
+        "At the market in {city} a certain {name}, {age}, sells cheese.",
+        "Do you know {name}? A nurse in {city}, {age} years old.",
+        "{city}: {name}, {age}, opens a new restaurant.",
+        "This form was signed in {city} by {name} at the age of {age}.",
+        "Say hello to {name}, our {age}-year-old trainee from {city}.",
+        "Two tickets to {city} for {name}, who is {age}.",
+        "The old house in {city} belongs to {name}, now {age} years old.",
+        "{name} wrote a first novel in {city} and was {age} then.",
     ),
 }
 OPENINGS: dict[Split, tuple[str, ...]] = {
