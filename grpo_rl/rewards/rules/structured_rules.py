@@ -30,8 +30,9 @@ def json_fields(
 
     f is the number of keys whose values equal the ground truth's, divided by the number of keys in either object: a key too many
     costs as much as one that is missing. b is 1 if the response is the object and nothing else, else 0; the first object in the
-    text counts then. `acc` is 1 if all is right and stands alone. Values are equal as JSON has them: "34" is not 34, and white
-    space around a text counts for nothing. The ground truth is an object, or JSON text of one.
+    text counts then. `acc` is 1 if all is right and stands alone. Values are equal as JSON has them: "34" is not 34, and
+    " Oslo" is not "Oslo" (a policy learns such a space: behind it a word is a single token). The ground truth is an object,
+    or JSON text of one.
     """
     gold = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     if not isinstance(gold, Mapping):
@@ -113,8 +114,6 @@ def _object(text: str) -> tuple[bool, dict[str, Any] | None]:
 
 
 def _same(value: Any, gold: Any) -> bool:
-    if isinstance(value, str) and isinstance(gold, str):
-        return value.strip() == gold.strip()
     if isinstance(value, bool) != isinstance(gold, bool):  # Python's True equals 1
         return False
     if isinstance(value, list) and isinstance(gold, list):

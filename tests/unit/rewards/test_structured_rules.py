@@ -15,7 +15,8 @@ GOLD = '{"name": "Ada", "age": 36, "city": "London"}'
     ("response", "score", "acc"),
     [
         (GOLD, 1.0, 1.0),
-        ('  {"city":"London" , "age":36,"name":" Ada "}\n', 1.0, 1.0),
+        ('  {"city":"London" , "age":36,"name":"Ada"}\n', 1.0, 1.0),
+        ('{"city": "London", "age": 36, "name": " Ada"}', 2 / 3, 0.0),
         # All fields, and other text: 1 - 0.2.
         (f"Here it is: {GOLD}", 0.8, 0.0),
         (f"```json\n{GOLD}\n```", 0.8, 0.0),
@@ -46,7 +47,7 @@ def test_the_score_is_the_share_of_right_fields_and_less_with_other_text(respons
 def test_values_are_compared_as_json_has_them() -> None:
     gold = {"n": 1, "yes": True, "none": None, "list": ["a", {"b": 2.0}]}
     assert json_fields("", json.dumps(gold), gold)["acc"] == 1.0
-    assert json_fields("", '{"n": 1.0, "yes": true, "none": null, "list": ["a ", {"b": 2}]}', gold)["acc"] == 1.0
+    assert json_fields("", '{"n": 1.0, "yes": true, "none": null, "list": ["a", {"b": 2}]}', gold)["acc"] == 1.0
     assert json_fields("", '{"n": true, "yes": 1, "none": "null", "list": [{"b": 2}, "a"]}', gold)["score"] == 0.0
     with pytest.raises(ValueError, match="no JSON object"):
         json_fields("", "{}", "[1]")
