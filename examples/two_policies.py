@@ -14,7 +14,7 @@ GAME = "recipe=arithmetic/grpo", "data.val_files=[]", "trainer.total_training_st
 
 def distance(rollout: Rollout) -> float:
     """Return how far the answer is from the result; infinity if it is no number."""
-    text = rollout.text.strip()
+    text = str(rollout.text).strip()
     return abs(int(text) - int(rollout.prompt.ground_truth)) if text.isascii() and text.isdigit() else float("inf")
 
 
