@@ -18,32 +18,37 @@ Level = Literal["easy", "hard"]
 NAMES: dict[Split, tuple[str, ...]] = {
     "train": tuple(
         "Anna Ben Carla David Elena Felix Greta Hugo Ines Jonas Karin Leo Mira Nils Olga Paul Rosa Simon "
-        "Tina Victor Wanda Yusuf Amir Bella Cedric Dina Emil Fatima Georg Hanna Ivan Julia Kofi Lina Marco "
-        "Nora Omar Petra Ravi Sofia Francis Carol Abraham Luther Victoria Albert Philip Harry Patrick "
-        "Benjamin Walter Douglas Margaret Frederick Solomon Marshall Nelson Howard Christopher Eric Isaac "
-        "Susan Steve Anthony Karl Alfred Alan Morgan Juan Oliver Norman Lucy Nicholas Gordon Florence "
-        "Catherine Jonathan Sally Brian Barbara Emma Bruce Ruth Roger Gregory Bernard Graham Joshua Helen "
-        "Mitchell Martha Stanley Kelly Steven Grace Charlotte Augustine Kevin Lisa Ryan Laura Herbert Jake "
-        "Nathan Rachel Calvin Aaron Rick Homer Dave Nancy Ralph Charlie Vincent Harold Harvey Gary Karen "
-        "Todd Arnold Andre Julius Timothy Joan Friedrich Henri Basil Tony Hunter Linda Gilbert Jess Billy "
-        "Edmund Robin Ronald Hugh Theodore Gabriel Craig Leonardo Julian Jennifer Malcolm Jason Wayne Ruby "
-        "Ellen Ernest Maxim Constantine Johannes Clara Kate Saul Troy Luis Keith Esther Clement Jeremiah "
-        "Juliet Owen Orion Pablo Bruno Claire Jill Erik Floyd Denis Abigail Hassan Elliott Adrian Olivia "
-        "Raphael Irving Hermann Ezra Whitney Fletcher Seth Cyrus Antony Penny Sidney Brett Miranda Fernando "
-        "Nathaniel Ashley Jonah Horace Amanda Sebastian Nicole Heather Monica Amos Rudolf Stephanie Abbott "
-        "Ella Brent Juno Holly Kathleen Katie Hillary Nicolas Nina Sandra Molly Virgil Casey Stefan "
-        "Abdullah Lorenzo Iris Oswald Diane Roland Shirley Preston Allison Marianne Cecil Alexandra Melissa "
-        "Lyndon Vera Drew Alexa Francesco Ibrahim Dalton Sophie Alison Naomi Titus Raja Pascal Judy Dudley "
-        "Wolfgang Fritz Christina Chuck Agnes Bobby Jules Lazarus Dwight Elis Ethan Jackie Elias Quinn "
-        "Mikhail Randall Josef Musa Miriam Luna Willis Eliza Lorraine Wendy Josiah Clayton Clifford "
-        "Clarence Jorge Erin Polly Gertrude Cornelius Laurence Samantha Lauren Carmel".split()
+        "Tina Victor Wanda Yusuf Amir Bella Cedric Dina Emil Fatima Georg Hanna Ivan Julia Kofi Lina "
+        "Marco Nora Omar Petra Ravi Sofia Francis Carol Abraham Luther Victoria Albert Philip Harry "
+        "Patrick Benjamin Walter Douglas Margaret Frederick Solomon Marshall Nelson Howard Christopher "
+        "Eric Isaac Susan Steve Anthony Karl Alfred Alan Morgan Juan Oliver Norman Lucy Nicholas Gordon "
+        "Florence Catherine Jonathan Sally Brian Barbara Emma Bruce Ruth Roger Gregory Bernard Graham "
+        "Joshua Helen Mitchell Martha Stanley Kelly Steven Grace Charlotte Augustine Kevin Lisa Ryan "
+        "Laura Herbert Jake Nathan Rachel Calvin Aaron Rick Homer Dave Nancy Ralph Charlie Vincent Harold "
+        "Harvey Gary Karen Todd Arnold Andre Julius Timothy Joan Friedrich Henri Basil Tony Hunter Linda "
+        "Gilbert Jess Billy Edmund Robin Ronald Hugh Theodore Gabriel Craig Leonardo Julian Jennifer "
+        "Malcolm Jason Wayne Ruby Ellen Ernest Maxim Constantine Johannes Clara Kate Saul Troy Luis Keith "
+        "Esther Clement Jeremiah Juliet Owen Orion Pablo Bruno Claire Jill Erik Floyd Denis Abigail "
+        "Hassan Elliott Adrian Olivia Raphael Irving Hermann Ezra Whitney Fletcher Seth Cyrus Antony "
+        "Penny Sidney Brett Miranda Fernando Nathaniel Ashley Jonah Horace Amanda Sebastian Nicole "
+        "Heather Monica Amos Rudolf Stephanie Abbott Ella Brent Juno Holly Kathleen Katie Hillary Nicolas "
+        "Nina Sandra Molly Virgil Casey Stefan Abdullah Lorenzo Iris Oswald Diane Roland Shirley Preston "
+        "Allison Marianne Cecil Alexandra Melissa Lyndon Vera Drew Alexa Francesco Ibrahim Dalton Sophie "
+        "Alison Naomi Titus Raja Pascal Judy Dudley Wolfgang Fritz Christina Chuck Agnes Bobby Jules "
+        "Lazarus Dwight Elis Ethan Jackie Elias Quinn Mikhail Randall Josef Musa Miriam Luna Willis Eliza "
+        "Lorraine Wendy Josiah Clayton Clifford Clarence Jorge Erin Polly Gertrude Cornelius Laurence "
+        "Samantha Lauren Carmel Adele Boris Chiara Dmitri Edith Farid Gisela Henrik Isabel Jakob Kemal "
+        "Louise Tomas Nadia Oskar Priya Agata Alvaro Anouk Astrid Beatriz Carmen Daniela Diego Dominik "
+        "Eva Fabian Frida Gustav Hannes Helga Ingrid Irene Ismail Janek Joao Katya Kenji Lars Leila "
+        "Magnus Marek Marta Matteo Miguel Natalia Niklas Noah Pedro Pia Rania Renata Samir Selma Stella "
+        "Sven Tamara Teresa Theo Ulrike Valeria Viktor Yara Yuki".split()
     ),
     "val": tuple(
-        "Adele Boris Chiara Dmitri Edith Farid Gisela Henrik Isabel Jakob Kemal Louise Tomas Nadia Oskar "
-        "Priya Agata Alvaro Anouk Astrid Beatriz Carmen Daniela Diego Dominik Eva Fabian Frida Gustav "
-        "Hannes Helga Ingrid Irene Ismail Janek Joao Katya Kenji Lars Leila Magnus Marek Marta Matteo "
-        "Miguel Natalia Niklas Noah Pedro Pia Rania Renata Samir Selma Stella Sven Tamara Teresa Theo "
-        "Ulrike Valeria Viktor Yara Yuki".split()
+        "Aisha Andrzej Bjorn Camille Dusan Elif Fiona Gunnar Haruki Ilse Jovana Kamil Ludmila Maeve "
+        "Nikhil Odile Paolo Quentin Rafael Saskia Thiago Ursula Vasily Wim Ximena Yannick Zofia Anselm "
+        "Bronwyn Corinna Dario Estelle Fergus Giulia Hector Imogen Joris Kirsten Lennart Mathilde Nuria "
+        "Orla Pavel Rosalind Sanjay Tariq Uma Vivian Wesley Zelda Alina Bertil Celeste Desmond Eleanor "
+        "Franz Geraldine Hilda Igor Jasper Klaus Lydia Monika Nigel".split()
     ),
 }
 CITIES: dict[Split, tuple[str, ...]] = {
@@ -54,17 +59,21 @@ CITIES: dict[Split, tuple[str, ...]] = {
         "Beijing Atlanta Detroit Cleveland Florence Venice Melbourne Montreal Edinburgh Vancouver "
         "Birmingham Manhattan Portland Richmond Amsterdam Miami Manchester Pittsburgh Brooklyn Phoenix "
         "Ottawa Dallas Bristol Copenhagen Brussels Glasgow Salvador Cincinnati Rochester Kyoto Shanghai "
-        "Norfolk Dresden Nottingham Leipzig Nuremberg Calgary Bombay Toledo Winchester Omaha Monterey Dubai "
-        "Bonn Calcutta Syracuse Winnipeg Hartford Louisville Lexington Canberra Brisbane Indianapolis "
-        "Halifax Tucson Perth Medina Tehran Exeter Leicester Greenwich Nagasaki Budapest Havana Honolulu "
-        "Edmonton Cardiff Worcester Gloucester Portsmouth Southampton Belfast Cologne Heidelberg Salisbury "
-        "Tampa Dayton Raleigh Johannesburg Bologna Lyons Hyderabad Kabul Kiev Tunis Wuhan".split()
+        "Norfolk Dresden Nottingham Leipzig Nuremberg Calgary Bombay Toledo Winchester Omaha Monterey "
+        "Dubai Bonn Calcutta Syracuse Winnipeg Hartford Louisville Lexington Canberra Brisbane "
+        "Indianapolis Halifax Tucson Perth Medina Tehran Exeter Leicester Greenwich Nagasaki Budapest "
+        "Havana Honolulu Edmonton Cardiff Worcester Gloucester Portsmouth Southampton Belfast Cologne "
+        "Heidelberg Salisbury Tampa Dayton Raleigh Johannesburg Bologna Lyons Hyderabad Kabul Kiev Tunis "
+        "Wuhan Hamburg Naples Valencia Krakow Cork Tampere Basel Marseille Mumbai Osaka Quito Seattle "
+        "Gdansk Bilbao Seville Malaga Bordeaux Nantes Toulouse Bremen Stuttgart Hanover Graz Salzburg "
+        "Ghent Antwerp Rotterdam Utrecht Aarhus Malmo Uppsala Riga Tallinn Vilnius Bucharest Belgrade "
+        "Zagreb Sarajevo Izmir Ankara Casablanca Accra Dakar Kampala Jakarta Manila Hanoi Bangkok".split()
     ),
     "val": tuple(
-        "Hamburg Naples Valencia Krakow Cork Tampere Basel Marseille Mumbai Osaka Quito Seattle Gdansk "
-        "Bilbao Seville Malaga Bordeaux Nantes Toulouse Bremen Stuttgart Hanover Graz Salzburg Ghent "
-        "Antwerp Rotterdam Utrecht Aarhus Malmo Uppsala Riga Tallinn Vilnius Bucharest Belgrade Zagreb "
-        "Sarajevo Izmir Ankara Casablanca Accra Dakar Kampala Jakarta Manila Hanoi Bangkok".split()
+        "Lille Verona Granada Poznan Galway Turku Bern Nice Chennai Kobe Bogota Austin Lublin Cadiz "
+        "Rennes Mainz Linz Bruges Odense Kaunas Skopje Tirana Algiers Durban Lucerne Padua Braga Coimbra "
+        "Leeds Dundee Trondheim Gothenburg Brno Debrecen Plovdiv Odessa Tbilisi Beirut Amman Karachi "
+        "Lahore Dhaka Colombo Saigon Taipei Auckland Adelaide Memphis".split()
     ),
 }
 HOBBIES: dict[Split, tuple[str, ...]] = {
@@ -113,8 +122,6 @@ PHRASINGS: dict[Split, tuple[str, ...]] = {
         "{city} has a new champion, {name}, who is {age}.",
         "From {city} comes the report of {name}, a reader of {age}.",
         "Student {name} ({age}) found a room in {city}.",
-    ),
-    "val": (
         "We spoke to {name} in {city}, a gardener of {age} years.",
         "Born {age} years ago, {name} has never left {city}.",
         "Dear all, please welcome {name}! {name} comes from {city} and is {age}.",
@@ -139,6 +146,32 @@ PHRASINGS: dict[Split, tuple[str, ...]] = {
         "Two tickets to {city} for {name}, who is {age}.",
         "The old house in {city} belongs to {name}, now {age} years old.",
         "{name} wrote a first novel in {city} and was {age} then.",
+    ),
+    "val": (
+        "{name} has never lived anywhere but {city}, for {age} years now.",
+        "A {age}-year-old called {name} won the lottery in {city}.",
+        "Contact: {name}, {city}. Age: {age}.",
+        "At the airport of {city}, {name}, {age}, waited for hours.",
+        "The landlord in {city} says that {name} is {age}.",
+        "{age} years old and never tired: {name} from {city}.",
+        "In our {city} branch {name} ({age}) answers the phone.",
+        "Witness {name}, {age}, of {city} saw nothing.",
+        "They call {name} the best baker in {city}, at just {age}.",
+        "Of all swimmers in {city}, {name} is the oldest at {age}.",
+        "{name} will be {age} in May and is looking for a job in {city}.",
+        "Have you heard of {name}, the pianist from {city}? Only {age}!",
+        "Attendance: {name}, {age}, present. Place: {city}.",
+        "It rained in {city} when {name} married at {age}.",
+        "Guest {name} from {city} (age {age}) asks for a quiet room.",
+        "The library in {city} fined {name}, {age}, for a late book.",
+        "With {age} candles on the cake, {name} invited half of {city}.",
+        "{city} is where {name}, {age}, learnt to sail.",
+        "Hi! {name} here, {age}, writing from sunny {city}.",
+        "The oldest runner in {city} was {name} at {age}.",
+        "A room in {city} for {name}, please. Age of the guest: {age}.",
+        "Nurse {name} works nights in {city} and is {age}.",
+        "I, {name}, {age} years of age, resident of {city}, agree.",
+        "Our trainer in {city} is {name}, who turned {age} last month.",
     ),
 }
 OPENINGS: dict[Split, tuple[str, ...]] = {
