@@ -65,7 +65,7 @@ TRANSFER_GBS, TENSOR_S = 15.0, 4e-4
 to 4 s for 7 B parameters and 8 to 12 s for 70 B, as users of peers report, and 5 to 15 s for 18,432 tensors
 of experts."""
 HOST_UPDATE_GBS = 100.0  # of an optimizer on a machine's CPUs: assumed, half of a socket's data sheet
-SWITCH_S = 3.0  # in which an engine sleeps and wakes: assumed
+SWITCH_S = 0.5  # in which an engine sleeps and wakes: less than that on one H100, with 37 GiB of cache (docs/gpus.md)
 FIXED_S = 0.5  # of a transfer of weights beside what it moves: assumed
 REWARD_S = 1e-4  # of a reward; a unit for what runs on this machine measured
 CROWDED = 0.4  # of the shorter side that an overlap on the same cores does not hide
