@@ -69,8 +69,10 @@ def exit_code_after(
     try:
         return work()
     except (Exception, KeyboardInterrupt, Preempted) as error:
-        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # no name of ours is that long: it was given
-            error = ConfigError(f"{str(error.filename)[:60]}...: {error.strerror}")
+        # No name of ours is that long, and no file of ours is closed to this user: it was given.
+        if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.EACCES) and error.filename:
+            name = str(error.filename)
+            error = ConfigError(f"{name if len(name) < 256 else name[:60] + '...'}: {error.strerror}")
         _explain(error, refusal)
         on_error(error)
         return exit_code_of(error)

@@ -342,6 +342,47 @@ def test_a_plain_job_of_rays_has_the_log_and_the_exit_code_of_its_run_and_saves_
     assert "kills this run" not in cluster.machines.run(2, *ray, "logs", *address, "plain_stopped")
 
 
+AS_USER = """
+set -e
+if [[ $2 == /root/* ]]; then  # a Python that other users do not reach
+    mkdir -p /tmp/python; mount --rbind "$2" /tmp/python
+    mount -t tmpfs -o mode=755 tmpfs /root; mkdir -p "$2"; mount --rbind /tmp/python "$2"
+fi
+mkdir -p "/tmp/home$1"; chown "$1:$1" "/tmp/home$1"
+uid=$1; shift 2
+exec setpriv --reuid "$uid" --regid "$uid" --clear-groups env HOME="/tmp/home$uid" "$@"
+"""
+
+
+def as_user(uid: int, *words: str) -> list[str]:
+    """Return the words that run a command as this user of a machine, with a home of their own."""
+    return ["unshare", "--mount", "bash", "-c", AS_USER, "bash", str(uid), sys.base_prefix, *words]
+
+
+def test_runs_of_two_users_on_one_cluster_do_not_disturb_each_other(cluster: Cluster, policy: str) -> None:
+    """Jobs run as the cluster's user; a controller of another one's cannot connect to its raylet, and says so."""
+    submit = ["bash", "scripts/submit.sh", "--wait", "--address", f"http://{cluster.head}:8265"]
+    words = [f"trainer.default_local_dir={cluster.runs}", *WORDS, *TWO, "reward.num_workers=1"]
+    processes = {
+        uid: cluster.machines.start(2, *as_user(uid, *submit, *cluster.named(f"user{uid}", words))) for uid in (1001, 1002)
+    }
+    for process in processes.values():
+        code, output = ended(process)
+        assert code == 0 and "succeeded" in output, output
+    assert [cluster.policy(f"user{uid}") for uid in processes] == [policy] * 2
+    controllers = [json.loads((cluster.runs / f"user{uid}" / "status.json").read_text())["pid"] for uid in processes]
+    assert len(set(controllers)) == 2
+    for number in (1, 2):
+        assert cluster.workers(number) == 0
+        assert cluster.machines.run(number, "bash", "-c", "ls -d /tmp/grpo-* /dev/shm/grpo* 2>/dev/null", code=None) == ""
+    at = [f"ray_kwargs.ray_init.address={cluster.head}:6379", "trainer.default_local_dir=/tmp/home1001"]
+    direct = [PYTHON, "-m", "grpo_rl.main", *at, *WORDS, *TWO]
+    refused = cluster.machines.run(2, *as_user(1001, *direct, f"actor_rollout_ref.model.path={cluster.model}"), code=2)
+    assert f"{cluster.model}/config.json: Permission denied" in refused
+    output = cluster.machines.run(2, *as_user(1001, *direct), code=6)
+    assert "on this machine is another user's (uid 0), and lets nobody else connect: submit the run as a job" in output
+
+
 def test_seeds_are_jobs_of_their_own_with_one_table(cluster: Cluster) -> None:
     words = [*instead("trainer.total_training_steps=2", "trainer.save_freq=-1"), *TWO]
     cluster.submit(cluster.named("both", words), "--wait", "--seeds", "1,2")

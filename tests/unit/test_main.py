@@ -82,6 +82,11 @@ LOST.add_note("log: /run/logs/error.log")
         ),
         (Preempted("by SIGTERM: step 2 of 4 is saved"), 75, "stopped: by SIGTERM: step 2 of 4 is saved\n"),
         (KeyboardInterrupt(), 130, "\ninterrupted\n"),
+        (
+            PermissionError(13, "Permission denied", "/m/config.json"),
+            2,
+            "this configuration cannot be run, 1 problem:\n  • /m/config.json: Permission denied\n",
+        ),
     ],
 )
 def test_every_kind_of_end_has_its_exit_code_and_its_line(
