@@ -34,7 +34,8 @@ import numpy as np
 STORE_BYTES = 6 * 2**30
 REWARDS = {"random": "", "rule": "exact_match", "program": "code"}
 """The functions of rewards, by the words for them."""
-ANSWER, TRUTH = "\n```python\nprint(42)\n```", {"inputs": [""], "outputs": ["42"]}
+ANSWER = "\n```python\nprint(42)\n```"
+GOLDS = {"random": "42", "rule": "42", "program": {"inputs": [""], "outputs": ["42"]}}
 START_S = 500.0
 
 
@@ -88,9 +89,10 @@ class Prompts:
 
     fingerprint: ClassVar[dict[str, Any]] = {}
 
-    def __init__(self, count: int, num_tokens: int) -> None:
+    def __init__(self, count: int, num_tokens: int, gold: Any) -> None:
         self.count = count
         self.num_tokens = num_tokens
+        self.gold = gold
 
     def __len__(self) -> int:
         return self.count
@@ -105,7 +107,7 @@ class Prompts:
         from grpo_rl.types import Prompt
 
         ids = np.random.default_rng(row).integers(0, 150_000, self.num_tokens, dtype=np.int32)
-        return Prompt(uid, ids, "?", "bench", TRUTH)
+        return Prompt(uid, ids, "?", "bench", self.gold)
 
 
 class Rewarder:
@@ -262,7 +264,7 @@ def make_session(options: argparse.Namespace, folder: Path, stack: ExitStack) ->
     supervisor = Supervisor(config.trainer, Recoveries(config.trainer, print))
     stack.callback(supervisor.close)
     pool = ReplicaPool(Replicas(replicas, supervisor), Transfer("object_store", ranks, replicas, 1, START_S), settings)
-    train: Any = Prompts(2 * num_prompts, options.prompt_tokens)
+    train: Any = Prompts(2 * num_prompts, options.prompt_tokens, GOLDS[options.reward])
     log = None
     if options.log:
         log = RolloutLog(RunDir.create(folder, "bench"), beside=True)
