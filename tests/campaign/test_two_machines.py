@@ -344,9 +344,10 @@ def test_a_plain_job_of_rays_has_the_log_and_the_exit_code_of_its_run_and_saves_
 
 AS_USER = """
 set -e
-if [[ $2 == /root/* ]]; then  # a Python that other users do not reach
+home=~root
+if [[ $2 == "$home"/* ]]; then  # a Python that other users do not reach
     mkdir -p /tmp/python; mount --rbind "$2" /tmp/python
-    mount -t tmpfs -o mode=755 tmpfs /root; mkdir -p "$2"; mount --rbind /tmp/python "$2"
+    mount -t tmpfs -o mode=755 tmpfs "$home"; mkdir -p "$2"; mount --rbind /tmp/python "$2"
 fi
 mkdir -p "/tmp/home$1"; chown "$1:$1" "/tmp/home$1"
 uid=$1; shift 2
