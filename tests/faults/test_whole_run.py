@@ -49,7 +49,8 @@ def _broken(run: Training) -> SimpleNamespace:
     seen = SimpleNamespace(run=run, shared_before=oracles.shared_memory())
     run.faults = ";".join([BAD_GRADIENT, REPLICA, REFERENCE, ACTOR, MID_STEP])
     # All workers have been lost once by then.
-    seen.lost = run.start().until(lambda status: status["step"] == 4 and status["phase"] == "update_actor", END_S)
+    # The status names a phase before the fault of that phase is on record.
+    seen.lost = run.start().until(lambda status: status["step"] == 4 and MID_STEP in happened(run), END_S)
     family = list(launcher.processes(run.sessions[-1]["token"]))
     seen.names = {Path(f"/proc/{pid}/comm").read_text().strip() for pid in family}
     seen.num_ports, ports = len(ports_of(family)), ports_of([*family, run.status["pid"]])
