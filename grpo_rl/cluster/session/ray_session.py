@@ -187,12 +187,14 @@ class Connection(threading.Thread):
 
     def _start(self) -> str:
         """Start a local Ray and return its address, the loopback's. Raises ClusterError."""
-        port, client_port = free_ports(2)
+        port, client_port, agent_port = free_ports(3)
         store = self._config.object_store_memory or store_bytes(*machine_memory()[:2], shutil.disk_usage("/dev/shm").free)
         options = {
             "node-ip-address": LOOPBACK,
             "port": port,
             "ray-client-server-port": client_port,
+            # With Ray's, which is the same for all sessions, the second session of a machine starts 3 s later: it tries six times.
+            "dashboard-agent-listen-port": agent_port,
             "min-worker-port": 0,  # any: two sessions would take the same ones of Ray's range
             "max-worker-port": 0,
             "num-cpus": self._config.num_cpus or self._num_cpus,
