@@ -1,13 +1,15 @@
 """A real language model learns its jobs on two cores: SmolLM2-135M-Instruct, fetched by pip; a table of all runs at the end.
 
-Two hours on two quiet cores; GiB are those of the actor's process in the update. Left out, with the reason, if the model cannot be fetched.
-GRPO_RL_TEST_SEEDS=1 runs one seed of the first job instead of three.
+Three hours on two quiet cores; GiB are those of the actor's process in the update. Left out, with the reason, if the model cannot be fetched.
+GRPO_RL_TEST_SEEDS=1 runs one seed of the first job instead of three; runs are in a folder of pytest's, or in GRPO_RL_TEST_RUNS.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -16,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import grpo_rl
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
@@ -24,6 +28,63 @@ ROOT = Path(grpo_rl.__file__).parents[1]
 SEEDS = range(1, 1 + int(os.environ.get("GRPO_RL_TEST_SEEDS", "3")))
 ALLOWED_S = 20 * 60
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(3 * ALLOWED_S)]
+
+
+ACTOR = "actor_rollout_ref.actor"
+LOSS = f"{ACTOR}.policy_loss.loss_mode"
+NEVER_SPLIT = f"{ACTOR}.ppo_mini_batch_size=256"
+TRAIN, HELD_OUT = "task:json_extraction", "task:json_extraction?split=val"
+SAMPLED_BEFORE = (
+    "data.responses=initial_policy",
+    f"data.train_files={TRAIN}?num_rows=192",
+    "data.val_files=[]",
+    f"data.val_prompt_files={HELD_OUT}&num_rows=128",
+    "data.gen_batch_size=64",
+)
+METHODS: dict[str, tuple[str, ...]] = {
+    "sft": (
+        "data.responses=rows",
+        "data.response_key=extra_info.demonstration",
+        f"data.val_files={HELD_OUT}&num_rows=64",
+        f"data.val_prompt_files={HELD_OUT}&num_rows=128",
+        "data.train_batch_size=16",
+        "actor_rollout_ref.rollout.temperature=1.0",
+        NEVER_SPLIT,
+        f"{LOSS}=sft",
+    ),
+    "rft": (*SAMPLED_BEFORE, "data.train_batch_size=16", NEVER_SPLIT, f"{LOSS}=sft"),
+    "online-rft": ("algorithm.adv_estimator=rft", f"{LOSS}=reinforce"),
+    "dpo": (*SAMPLED_BEFORE, f"{LOSS}=dpo", f"{ACTOR}.optim.lr=1e-5"),
+    "online-dpo": (f"{LOSS}=dpo", f"{ACTOR}.optim.lr=1e-5"),
+    "ppo": ("algorithm.adv_estimator=gae", "critic.optim.lr=1e-5"),
+    "grpo-process": ("algorithm.adv_estimator=grpo_process", "reward.functions=[fields.py:by_field]"),
+    "async": ("schedule=async",),
+}
+"""The methods of recipes/paradigm, beside GRPO, as words on the first job."""
+FIELDS = """
+import json
+import re
+
+
+def by_field(data_source, solution_str, ground_truth, extra_info):
+    # Each field is worth a third where its value ends; whatever is not the object costs a fifth at the end.
+    gold = json.loads(ground_truth)
+    steps = []
+    for key, value in gold.items():
+        written = re.search(rf'"{key}": ("[^"]*"|[0-9]+)', solution_str)
+        if written:
+            steps.append((written.end(), (json.loads(written[1]) == value) / len(gold)))
+    try:
+        is_object = json.loads(solution_str) == gold
+    except ValueError:
+        is_object = False
+    steps = sorted(steps) if solution_str else []
+    if solution_str and (not steps or steps[-1][0] < len(solution_str)):
+        steps.append((len(solution_str), 0.0))
+    if steps and not is_object:
+        steps[-1] = (steps[-1][0], steps[-1][1] - 0.2)
+    return {"score": sum(reward for _, reward in steps), "acc": float(is_object), "steps": steps}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -48,49 +109,146 @@ def table() -> Iterator[list[str]]:
     print("\n" + "\n".join(lines))
 
 
-def trained(model: Path, folder: Path, table: list[str], name: str, recipe: str, *words: str) -> tuple[float, float, float]:
-    """Train, note a line and what `grpo-rl eval` prints; return the share of right held-out rows before and after, and seconds."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    named = os.environ.get("GRPO_RL_TEST_RUNS")
+    return Path(named) if named else tmp_path_factory.mktemp("runs")
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "grpo_rl", *arguments]
+
+
+def output_of(folder: Path, *arguments: str) -> str:
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command(*arguments), cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
-    def grpo_rl(*arguments: str) -> str:
-        command = [sys.executable, "-m", "grpo_rl", *arguments]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
 
+def words_of(model: Path, name: str, recipe: str, *words: str) -> list[str]:
+    return [f"recipe=real/{recipe}", f"actor_rollout_ref.model.path={model}", f"trainer.experiment_name={name}", *words]
+
+
+def trained(model: Path, folder: Path, table: list[str], name: str, recipe: str, *words: str) -> tuple[float, float, float]:
+    """Train and note a line; return the share of right held-out rows before and after, and seconds."""
     start = time.monotonic()
-    given = [f"recipe=real/{recipe}", f"actor_rollout_ref.model.path={model}", f"trainer.experiment_name={name}", *words]
-    grpo_rl("train", *given)
+    output_of(folder, "train", *words_of(model, name, recipe, *words))
     seconds = time.monotonic() - start
     rows = read_metrics(folder / "runs" / "grpo_rl" / name / "metrics.jsonl")
-    key = next(key for key in rows[0] if re.fullmatch(r"val/[^/]+/mean@1", key))
+    key = next(key for row in rows for key in row if re.fullmatch(r"val/[^/]+/mean@1", key))
     scores = [row[key] for row in rows if key in row]
-    step = statistics.fmean(row["timing_s/step"] for row in rows if "timing_s/step" in row)
+    step = statistics.median(row["timing_s/step"] for row in rows if "timing_s/step" in row)
     memory = max(row.get("perf/memory/actor/update/resident_gib", 0.0) for row in rows)
     table.append(f"{name:<24}{scores[0]:>8.3f}{scores[-1]:>8.3f}{seconds / 60:>9.1f}{step:>8.1f}{memory:>6.1f}")
-    table.append(grpo_rl("eval", f"{name}@start", name, "-n", "1", "--temperature", "0"))
-    print("\n".join(table[-2:]))
+    print(table[-1], flush=True)
     return scores[0], scores[-1], seconds
 
 
+def evaluate(folder: Path, table: list[str], name: str) -> None:
+    """Note what `grpo-rl eval` prints of a run's first and last policy."""
+    table.append(output_of(folder, "eval", f"{name}@start", name, "-n", "1", "--temperature", "0"))
+    print(table[-1], flush=True)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
-def test_it_learns_to_answer_with_json_within_twenty_minutes(model: Path, table: list[str], tmp_path: Path, seed: int) -> None:
-    before, after, seconds = trained(model, tmp_path, table, f"json-{seed}", "json_extraction", f"seed={seed}")
+def test_it_learns_to_answer_with_json_within_twenty_minutes(model: Path, table: list[str], folder: Path, seed: int) -> None:
+    before, after, seconds = trained(model, folder, table, f"json-{seed}", "json_extraction", f"seed={seed}")
+    evaluate(folder, table, f"json-{seed}")
     assert before < 0.6 and after >= 0.9
     assert seconds < ALLOWED_S
 
 
-def test_adapters_come_within_ten_points_and_shuffled_golds_teach_nothing(
-    model: Path, table: list[str], tmp_path: Path
-) -> None:
-    _, after, _ = trained(model, tmp_path, table, "json-lora", "json_extraction_lora")
+def test_adapters_come_within_ten_points_and_shuffled_golds_teach_nothing(model: Path, table: list[str], folder: Path) -> None:
+    _, after, _ = trained(model, folder, table, "json-lora", "json_extraction_lora")
+    evaluate(folder, table, "json-lora")
     assert after >= 0.8
     shuffled = "data.train_files=['task:json_extraction?golds=shuffled']"
-    before, control, _ = trained(model, tmp_path, table, "json-shuffled", "json_extraction", shuffled)
+    before, control, _ = trained(model, folder, table, "json-shuffled", "json_extraction", shuffled)
     assert control < before + 0.15
 
 
 @pytest.mark.parametrize("recipe", ["json_extraction_hard", "instructions"])
-def test_the_harder_jobs_improve(model: Path, table: list[str], tmp_path: Path, recipe: str) -> None:
-    before, after, _ = trained(model, tmp_path, table, recipe.replace("_", "-"), recipe)
+def test_the_harder_jobs_improve(model: Path, table: list[str], folder: Path, recipe: str) -> None:
+    name = recipe.replace("_", "-")
+    before, after, _ = trained(model, folder, table, name, recipe)
+    evaluate(folder, table, name)
     assert after > before
+
+
+METHOD_STEPS = ("trainer.total_training_steps=25", "trainer.test_freq=25")
+
+
+def with_short_validation(words: tuple[str, ...]) -> tuple[str, ...]:
+    has_own = any(word.startswith("data.val_files") for word in words)
+    return (*METHOD_STEPS, *words, *(() if has_own else (f"data.val_files={HELD_OUT}&num_rows=128",)))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_of_the_paradigm_improves_on_real_text(model: Path, table: list[str], folder: Path, method: str) -> None:
+    (folder / "fields.py").write_text(FIELDS)
+    before, after, _ = trained(model, folder, table, method, "json_extraction", *with_short_validation(METHODS[method]))
+    assert after > before
+
+
+def test_a_trained_policy_teaches_the_model_that_it_began_as(model: Path, table: list[str], folder: Path) -> None:
+    grpo = folder / "runs" / "grpo_rl" / "json-1" / "model"
+    if not grpo.is_dir():
+        trained(model, folder, table, "json-1", "json_extraction", "seed=1")
+    loss = "distillation.distillation_loss"
+    teaching = ("distillation.enabled=true", f"distillation.teacher_models.teacher_model.model_path={grpo}")
+    teaching += (f"{loss}.loss_mode=k1", f"{loss}.use_policy_gradient=true", f"{loss}.use_task_rewards=false")
+    before, after, _ = trained(model, folder, table, "taught", "json_extraction", *with_short_validation(teaching))
+    assert after > before
+
+
+def test_a_reward_model_learns_from_pairs_and_iterates_beside_the_policy(model: Path, table: list[str], folder: Path) -> None:
+    """The pairs are the best and the worst response of the model to each prompt, by the rule."""
+    pairs = folder / "runs" / "grpo_rl" / "dpo" / "collected" / "train.jsonl"
+    if not pairs.is_file():
+        trained(model, folder, table, "dpo", "json_extraction", *with_short_validation(METHODS["dpo"]))
+    lines = pairs.read_text().splitlines(keepends=True)
+    (folder / "pairs.jsonl").write_text("".join(lines[:-24]))
+    (folder / "held_out_pairs.jsonl").write_text("".join(lines[-24:]))
+    learner = "reward.reward_model"
+    output_of(
+        folder,
+        "train",
+        f"{learner}.model_path={model}",
+        f"{learner}.train.optim.lr=1e-5",
+        *("data.train_files=pairs.jsonl", "data.val_files=held_out_pairs.jsonl", "data.train_batch_size=8"),
+        *("data.max_prompt_length=128", "data.max_response_length=48"),
+        *("trainer.schedule=reward_model", "trainer.total_training_steps=20", "trainer.test_freq=10"),
+        "trainer.experiment_name=pairs",
+    )
+    rows = read_metrics(folder / "runs" / "grpo_rl" / "pairs" / "metrics.jsonl")
+    accuracies = [row["val/pairs/accuracy"] for row in rows if "val/pairs/accuracy" in row]
+    table.append(f"{'pairs in order':<24}{accuracies[0]:>8.3f}{accuracies[-1]:>8.3f}")
+    print(table[-1], flush=True)
+    assert accuracies[-1] > 0.7
+    iterating = ("trainer.schedule=iterate", f"{learner}.enable=true", f"{learner}.model_path={model}")
+    iterating += (
+        f"{learner}.train.optim.lr=1e-5",
+        "trainer.iterate.reward_model_steps=5",
+        "trainer.iterate.steps_per_iteration=5",
+    )
+    before, after, _ = trained(model, folder, table, "iterate", "json_extraction", *with_short_validation(iterating))
+    assert after > before
+
+
+def test_a_killed_run_ends_with_the_weights_of_one_that_was_left_alone(model: Path, folder: Path) -> None:
+    words = ("trainer.total_training_steps=4", "trainer.save_freq=2", "trainer.test_freq=-1", "data.val_files=[]")
+    output_of(folder, "train", *words_of(model, "whole", "json_extraction", *words))
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    begun = subprocess.Popen(
+        command("train", *words_of(model, "killed", "json_extraction", *words)), cwd=folder, env=environment
+    )
+    status = folder / "runs" / "grpo_rl" / "killed" / "status.json"
+    while not (status.is_file() and json.loads(status.read_text())["last_commit"] == 2):
+        assert begun.poll() is None
+        time.sleep(0.2)
+    os.kill(json.loads(status.read_text())["pid"], signal.SIGKILL)
+    assert begun.wait() == 128 + signal.SIGKILL
+    output_of(folder, "train", *words_of(model, "killed", "json_extraction", *words))
+    exported = [load_file(folder / "runs" / "grpo_rl" / name / "model" / "model.safetensors") for name in ("whole", "killed")]
+    assert all(torch.equal(exported[0][name], exported[1][name]) for name in exported[0])
