@@ -393,7 +393,6 @@ def begin(course: Course, stack: ExitStack) -> RunLoop:
         rules.on_busy = partial(timeline.ended, "reward", "scoring")
     rollouts = RolloutLog(
         run_dir,
-        beside=True,
         token_groups=config.trainer.log_token_groups,
         written=sinks.written,
         warn=console.warn,

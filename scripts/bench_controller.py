@@ -267,7 +267,7 @@ def make_session(options: argparse.Namespace, folder: Path, stack: ExitStack) ->
     train: Any = Prompts(2 * num_prompts, options.prompt_tokens, GOLDS[options.reward])
     log = None
     if options.log:
-        log = RolloutLog(RunDir.create(folder, "bench"), beside=True)
+        log = RolloutLog(RunDir.create(folder, "bench"))
         stack.callback(log.close)
     output: Any = SimpleNamespace(
         console=SimpleNamespace(warn=print), rollouts=log, timeline=Timeline()

@@ -31,15 +31,14 @@ _LATE = f"the rollouts of a step were not written to the log within {WRITE_S:.0f
 
 
 class RolloutLog:
-    """Writes the rollouts of a step as JSON lines; with `beside` in a thread, while the run goes on. At most
-    two steps are unfinished then, which a killed process leaves out whole: `write` waits before a third. A
-    checkpoint is committed after `flush`."""
+    """Writes the rollouts of a step as JSON lines in a thread, while the run goes on. At most two steps are
+    unfinished, which a killed process leaves out whole: `write` waits before a third. A checkpoint is
+    committed after `flush`."""
 
     def __init__(
         self,
         run_dir: RunDir,
         *,
-        beside: bool = False,
         token_groups: int = 0,
         written: Callable[[Kind, int, Path], None] = lambda kind, step, path: None,
         warn: Callable[[str], None] = lambda text: None,
@@ -50,25 +49,20 @@ class RolloutLog:
         self._token_groups = token_groups
         self._jobs: queue.Queue[Callable[[], object] | None] = queue.Queue(maxsize=1)
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name="rollout-log", daemon=True) if beside else None
-        if self._thread is not None:
-            self._thread.start()
+        self._thread = threading.Thread(target=self._work, name="rollout-log", daemon=True)
+        self._thread.start()
 
     def write(
         self, kind: Kind, step: int, rollouts: Sequence[Rollout], advantages: Sequence[float | None] | None = None
     ) -> Path:
         """Write `<kind>/step_<step>.jsonl` whole, and return its path. `advantages`: one per rollout, None if
-        it is not trained. A disk that fails leaves out the file, with a warning. Raises, with `beside`, any
-        other failure of an earlier file."""
+        it is not trained. A disk that fails leaves out the file, with a warning. Raises any other failure of
+        an earlier file."""
         if advantages is not None and len(advantages) != len(rollouts):
             raise ValueError(f"{len(rollouts)} rollouts but {len(advantages)} advantages")
         path = self._folders[kind] / f"step_{step}.jsonl"
-        job = partial(self._write, kind, step, path, list(rollouts), advantages)
-        if self._thread is None:
-            job()
-        else:
-            self._raise_failure()
-            self._put(job)
+        self._raise_failure()
+        self._put(partial(self._write, kind, step, path, list(rollouts), advantages))
         return path
 
     def _write(
@@ -88,7 +82,7 @@ class RolloutLog:
 
     def flush(self) -> None:
         """Wait until all is written that the disk takes. Raises any other failure."""
-        if self._thread is not None and self._thread.is_alive():
+        if self._thread.is_alive():
             done = threading.Event()
             self._put(done.set)
             if not done.wait(WRITE_S):
@@ -97,16 +91,10 @@ class RolloutLog:
 
     def close(self) -> None:
         """End the thread, after some seconds whatever is unwritten: a failed run may have lost its store."""
-        if self._thread is not None and self._thread.is_alive():
+        if self._thread.is_alive():
             with contextlib.suppress(queue.Full):
                 self._jobs.put(None, timeout=CLOSE_S)
             self._thread.join(CLOSE_S)
-
-    def truncate_after(self, step: int) -> None:
-        for folder in self._folders.values():
-            for other_step, path in step_files(folder):
-                if other_step > step:
-                    path.unlink()
 
     def _put(self, job: Callable[[], object]) -> None:
         try:

@@ -36,6 +36,7 @@ def write_run(base: Path, name: str = "r", words: Sequence[str] = (), rewards: S
     for step, reward in enumerate(rewards, start=1):
         file.log(step, {"reward/mean": reward, "actor/kl_loss": math.nan, "timing_s/step": 1.5, "response_length/mean": 1.0})
         log.write("rollouts", step, [_rollout("t-1", 0, "8", 1.0), _rollout("t-1", 1, "9", 0.0)], [0.5, None])
+    log.flush()
     file.close()
     return run_dir
 

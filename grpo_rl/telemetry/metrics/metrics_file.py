@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
 import os
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -45,7 +45,7 @@ def dump_line(record: Mapping[str, Any]) -> str:
     return json.dumps(jsonable(record), allow_nan=False) + "\n"
 
 
-class MetricsFile:
+class LineFile:
     """Appends from any thread. If the disk fails, lines wait in memory, and a warning says so."""
 
     def __init__(self, path: Path, warn: Callable[[str], None] = _logger.warning) -> None:
@@ -53,22 +53,29 @@ class MetricsFile:
         self._warn = warn
         self._waiting: list[str] = []
         self._is_failing = False
+        self._lock = threading.Lock()
 
+    def append(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """When this returns the records are on the disk, or wait."""
+        with self._lock:
+            self._waiting += map(dump_line, records)
+            try:
+                append_lines(self.path, self._waiting)
+            except OSError as error:
+                if not self._is_failing:
+                    reason = error.strerror or error
+                    self._warn(f"{self.path} cannot be written: {reason}; its lines are kept in memory, training goes on")
+                self._is_failing = True
+                return
+            self._waiting.clear()
+            if self._is_failing:
+                self._warn(f"{self.path} can be written again; no line is missing in it")
+            self._is_failing = False
+
+
+class MetricsFile(LineFile):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """When this returns the metrics of `step` are on the disk, or wait."""
-        self._waiting.append(dump_line({"step": step, "time": round(time.time(), 3), **metrics}))
-        try:
-            self._write()
-        except OSError as error:
-            if not self._is_failing:
-                self._warn(
-                    f"{self.path} cannot be written: {error.strerror or error}; metrics are kept in memory, training goes on"
-                )
-            self._is_failing = True
-            return
-        if self._is_failing:
-            self._warn(f"{self.path} can be written again; no step is missing in it")
-        self._is_failing = False
+        self.append([{"step": step, "time": round(time.time(), 3), **metrics}])
 
     def flush(self) -> None:
         """Make written lines survive a power cut. Raises OSError if the disk refuses."""
@@ -85,14 +92,9 @@ class MetricsFile:
 
     def close(self) -> None:
         """Write what waits, if possible; warn of lost steps."""
-        with contextlib.suppress(OSError):
-            self._write()
+        self.append([])
         if self._waiting:
             self._warn(f"{self.path}: {len(self._waiting)} steps could not be written and are lost")
-
-    def _write(self) -> None:
-        append_lines(self.path, self._waiting)
-        self._waiting.clear()
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

@@ -29,7 +29,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import ConfigError
 from grpo_rl.telemetry.metrics.metrics_file import MetricsFile, jsonable
-from grpo_rl.telemetry.rollout_log import Kind, RolloutLog, read_rollouts
+from grpo_rl.telemetry.rollout_log import Kind, read_rollouts, step_files
 from grpo_rl.telemetry.rundir import RunDir
 
 TABLE = ("data_source", "prompt", "response", "ground_truth", "reward", "advantage", "response_length", "finish_reason")
@@ -60,7 +60,7 @@ class Sinks:
         say: Callable[[str], None] = _logger.info,
     ) -> None:
         self._table_rows = trainer.log_val_generations
-        self._rollouts = RolloutLog(run_dir)
+        self._run_dir = run_dir
         self._file = MetricsFile(run_dir.metrics_file, warn)
         kinds: dict[str, Callable[..., Tracker]] = {"wandb": _Wandb, "mlflow": _Mlflow, "tensorboard": TensorBoard}
         self._trackers = [
@@ -76,7 +76,10 @@ class Sinks:
         """Forget later steps, rollout files included; to be called once, on resuming."""
         for sink in self._sinks:
             sink.truncate_after(step)
-        self._rollouts.truncate_after(step)
+        for folder in (self._run_dir.rollouts, self._run_dir.val):
+            for other_step, file in step_files(folder):
+                if other_step > step:
+                    file.unlink()
 
     def flush(self) -> None:
         """Put metrics.jsonl, from which all else can be made again, on the disk."""

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from grpo_rl.run_files import append_lines, write_whole
-from grpo_rl.telemetry.metrics.metrics_file import dump_line, is_number, read_records
+from grpo_rl.run_files import write_whole
+from grpo_rl.telemetry.metrics.metrics_file import LineFile, dump_line, is_number, read_records
 
 Role = Literal["rollout", "reward", "actor", "reference", "critic", "weights", "engines", "controller", "wait", "step"]
 """`wait`: the side in `what` waits; `step`: a whole step; `engines`: one joins, leaves or is replaced."""
@@ -33,25 +33,22 @@ class Interval(NamedTuple):
 
 class Timeline:
     """Records intervals from any thread; `write` appends them to a file. Without a path they are dropped.
-    Seconds count from a run's first start, without the pauses before a resume. If the file cannot be written,
-    its lines are lost with one warning."""
+    Seconds count from a run's first start, without the pauses before a resume."""
 
     def __init__(self, path: Path | None = None, warn: Callable[[str], None] = _logger.warning) -> None:
-        self.path = path
+        self._file = None if path is None else LineFile(path, warn)
         self.step = 0  # of intervals that are recorded without one
-        self._warn = warn
         self._origin = time.perf_counter()
         self._waiting: list[Interval] = []
         self._newest: dict[tuple[int, str, str], int] = {}  # index in `_waiting` by step, role, activity
         self._lock = threading.Lock()
-        self._has_failed = False
 
     def now(self) -> float:
         """Return the seconds since the run's first start, for `record`."""
         return time.perf_counter() - self._origin
 
     def record(self, role: Role, what: str, start: float, end: float, step: int | None = None) -> None:
-        if self.path is None:
+        if self._file is None:
             return
         interval = Interval(self.step if step is None else step, role, what, start, max(start, end))
         with self._lock:
@@ -79,28 +76,16 @@ class Timeline:
     def write(self) -> None:
         with self._lock:
             intervals, self._waiting, self._newest = self._waiting, [], {}
-        if self.path is None or not intervals:
-            return
-        try:
-            append_lines(self.path, map(_line, intervals))
-        except OSError as error:
-            self._failed(error)
+        if self._file is not None and intervals:
+            self._file.append(map(_record, intervals))
 
     def truncate_after(self, step: int) -> None:
         """Drop later steps, and go on where the last interval ended; to be called before any is recorded."""
-        if self.path is None:
+        if self._file is None:
             return
-        intervals = [interval for interval in read_timeline(self.path) if interval.step <= step]
+        intervals = [interval for interval in read_timeline(self._file.path) if interval.step <= step]
         self._origin = time.perf_counter() - max((interval.end for interval in intervals), default=0.0)
-        try:
-            write_whole(self.path, "".join(map(_line, intervals)))
-        except OSError as error:
-            self._failed(error)
-
-    def _failed(self, error: OSError) -> None:
-        if not self._has_failed:
-            self._warn(f"{self.path} cannot be written: {error.strerror or error}; intervals are lost, training goes on")
-        self._has_failed = True
+        write_whole(self._file.path, "".join(dump_line(_record(interval)) for interval in intervals))
 
 
 def read_timeline(path: Path, last_steps: int | None = None) -> list[Interval]:
@@ -116,6 +101,5 @@ def read_timeline(path: Path, last_steps: int | None = None) -> list[Interval]:
     return sorted(spans, key=lambda interval: interval.start)
 
 
-def _line(interval: Interval) -> str:
-    rounded = {"start": round(interval.start, 6), "end": round(interval.end, 6)}
-    return dump_line(interval._asdict() | rounded)
+def _record(interval: Interval) -> dict[str, Any]:
+    return interval._asdict() | {"start": round(interval.start, 6), "end": round(interval.end, 6)}

@@ -30,18 +30,11 @@ def safe_text(text: str, limit: int | None = None, keep_newlines: bool = False) 
         text = f"{begin} ... {end}"
     newlines = "\n" if keep_newlines else ""
     return "".join(
-        _escape(char) if unicodedata.category(char) in _UNSAFE_CATEGORIES and char not in newlines else char for char in text
+        char.encode("unicode_escape").decode()
+        if unicodedata.category(char) in _UNSAFE_CATEGORIES and char not in newlines
+        else char
+        for char in text
     )
-
-
-def _escape(char: str) -> str:
-    named = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
-    if char in named:
-        return named[char]
-    code = ord(char)
-    if code < 0x100:
-        return f"\\x{code:02x}"
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 def encodable(text: str, encoding: str) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from grpo_rl.columns import Block, View
-from grpo_rl.telemetry.rollout_log import RolloutLog, read_rollouts
+from grpo_rl.telemetry.rollout_log import RolloutLog, read_rollouts, write_rollouts
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.types import Episode, PlayedTurn, Prompt, Rollout
 
@@ -16,7 +16,9 @@ def make_rollout(sample: int = 0, text: str = "55", reward: float | None = 1.0) 
 
 
 def test_a_line_holds_everything_known_about_a_rollout(tmp_path: Path) -> None:
-    path = RolloutLog(RunDir.create(tmp_path, "r")).write("rollouts", 3, [make_rollout()], advantages=[0.75])
+    log = RolloutLog(RunDir.create(tmp_path, "r"))
+    path = log.write("rollouts", 3, [make_rollout()], advantages=[0.75])
+    log.flush()
     assert path == tmp_path / "r/rollouts/step_3.jsonl"
     assert read_rollouts(path) == [
         {
@@ -44,6 +46,7 @@ def test_hostile_text_and_missing_values_are_kept_exactly(tmp_path: Path) -> Non
     text = "a\nb\u2028c\x00\ud800\U0001f600"
     empty = Rollout(make_rollout().prompt, 1, (), (), "abort", (), text, math.nan)
     path = log.write("val", 0, [empty, mixed])
+    log.flush()
     first, second = read_rollouts(path)
     assert first["response"] == text
     assert (first["reward"], first["rollout_logprob_mean"], first["advantage"]) == ("NaN", None, None)
@@ -69,7 +72,7 @@ def slow_rollout(block: SlowBlock) -> Rollout:
 
 
 def test_a_step_goes_on_while_its_rollouts_are_written_and_at_most_two_wait(tmp_path: Path) -> None:
-    log, block = RolloutLog(RunDir.create(tmp_path, "r"), beside=True), SlowBlock()
+    log, block = RolloutLog(RunDir.create(tmp_path, "r")), SlowBlock()
     paths = [log.write("rollouts", step, [slow_rollout(block)]) for step in (1, 2)]
     assert not any(path.exists() for path in paths)
     third = threading.Thread(target=log.write, args=("rollouts", 3, [make_rollout()]))
@@ -79,15 +82,14 @@ def test_a_step_goes_on_while_its_rollouts_are_written_and_at_most_two_wait(tmp_
     block.may_come.set()
     third.join(120)
     log.flush()
-    plain = RolloutLog(RunDir.create(tmp_path, "plain"))
-    expected = [plain.write("rollouts", step, [make_rollout()]).read_bytes() for step in (1, 2, 3)]
+    expected = [write_rollouts(tmp_path / "plain.jsonl", [make_rollout()]).read_bytes()] * 3
     assert [(tmp_path / f"r/rollouts/step_{step}.jsonl").read_bytes() for step in (1, 2, 3)] == expected
     log.close()
 
 
 def test_rollouts_that_the_disk_refuses_are_left_out_with_one_warning_and_later_ones_are_there(tmp_path: Path) -> None:
     run_dir, warned = RunDir.create(tmp_path, "r"), list[str]()
-    log = RolloutLog(run_dir, beside=True, warn=warned.append)
+    log = RolloutLog(run_dir, warn=warned.append)
     run_dir.rollouts.rmdir()
     for step in (1, 2):
         log.write("rollouts", step, [make_rollout()])
@@ -110,7 +112,7 @@ def test_a_line_of_an_episode_has_its_conversation_and_which_tokens_were_sampled
     episode = Episode(turns, messages, "turns", {"tool_calls": 1.0}, (0.25, 0.5), {"found": 1.0})
     ids, logprobs = (4, 5, 90, 91, 6), (-0.5, -1.5, 0.0, 0.0, -1.0)
     rollout = Rollout(make_rollout().prompt, 0, ids, logprobs, "stop", ((9, 3),), "5?\n\n7", 1.0, episode=episode)
-    path = RolloutLog(RunDir.create(tmp_path, "r"), token_groups=1).write("rollouts", 3, [rollout])
+    path = write_rollouts(tmp_path / "step_3.jsonl", [rollout], token_groups=1)
     (row,) = read_rollouts(path)
     assert row["rollout_logprob_mean"] == -1.0  # of the sampled tokens alone
     assert (row["ended"], row["num_turns"], row["response_length"], row["token_ids"]) == ("turns", 2, 5, list(ids))

@@ -157,6 +157,7 @@ def logged(run_dir: RunDir, logger: str, steps: Sequence[int], first: int | None
     for step in steps:
         log.write("rollouts", step, [rollout("8", 1.0)], [0.5])
         log.write("val", step, [rollout(str(number), 0.0) for number in range(3)])
+        log.flush()
         sinks.log(step, {"val/sums/mean@1": step / 2, "val/sums/response_length": 1.0, "reward/mean": float(step)})
     sinks.close()
     return said
