@@ -19,7 +19,7 @@ import numpy as np
 
 from grpo_rl.control_words import MARK, ControlWords, opened_thought, unmarked
 from grpo_rl.data.prompts import Renderer
-from grpo_rl.data.rows import BadRow, Message
+from grpo_rl.data.rows import BadRow, Message, shared_length
 from grpo_rl.errors import ConfigError, DataError
 
 _ANSWER = f"Zq7{secrets.token_hex(8)}Xk"
@@ -196,8 +196,7 @@ def _without_thoughts(text: str) -> str:
 
 
 def _rewritten(expected: str, actual: str, role: str) -> str:
-    differ = (n for n, (one, other) in enumerate(zip(expected, actual, strict=False)) if one != other)
-    place = next(differ, min(len(expected), len(actual)))
+    place = shared_length(expected, actual)
     start = max(0, place - 30)
     what = "tools answer" if role == "tool" else f"the {role} writes again"
     return (

@@ -12,7 +12,7 @@ import numpy as np
 
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.control_words import ControlWords
-from grpo_rl.data.rows import LARGEST_ROW, Asked, BadRow, Message, irregular
+from grpo_rl.data.rows import LARGEST_ROW, Asked, BadRow, Message, changed_call, irregular
 from grpo_rl.errors import ConfigError, DataError, did_you_mean
 
 SET_BY_US = (*("conversation", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict", "return_tensors"),)
@@ -253,21 +253,16 @@ def _function_of(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _call_like(call: dict[str, Any], name: str, part: str, stand_in: Callable[[str], str]) -> dict[str, Any]:
-    function = {**_function_of(call), "name": name}
-    if function.get("arguments"):
-        function["arguments"] = {"argument": stand_in(part)}
-    return call | ({"function": function} if "function" in call else function)
+    arguments = {"arguments": {"argument": stand_in(part)}} if _function_of(call).get("arguments") else {}
+    return changed_call(call, name=name, **arguments)
 
 
 def _with_json_arguments(message: Message) -> Message:
     if not message.get("tool_calls"):
         return message
-    calls = []
-    for call in message["tool_calls"]:
-        arguments = json.dumps(_function_of(call).get("arguments", {}), ensure_ascii=False)
-        function = {**_function_of(call), "arguments": arguments}
-        calls.append(call | ({"function": function} if "function" in call else function))
-    return message | {"tool_calls": calls}
+    texts = [json.dumps(_function_of(call).get("arguments", {}), ensure_ascii=False) for call in message["tool_calls"]]
+    calls = zip(message["tool_calls"], texts, strict=True)
+    return message | {"tool_calls": [changed_call(call, arguments=text) for call, text in calls]}
 
 
 def _cause(error: Exception) -> str:

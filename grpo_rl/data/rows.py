@@ -6,6 +6,7 @@ import datetime
 import difflib
 import json
 import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -39,8 +40,9 @@ def example(row: dict[str, Any], where: str, config: DataConfig) -> Example:
     keys = {"data.prompt_key": config.prompt_key, "data.ground_truth_key": config.ground_truth_key}
     if config.data_source is None:
         keys["data.reward_fn_key"] = config.reward_fn_key
-    if any(name.split(".")[0] not in row and name not in row for name in keys.values()):
-        raise _missing_columns(row, where, keys)
+    columns = {key: name.split(".")[0] for key, name in keys.items() if name not in row}
+    if missing := {key: name for key, name in columns.items() if name not in row}:
+        raise _missing_columns(row, where, missing, keys.values())
     data_source: Any = config.data_source or column(row, config.reward_fn_key, where)
     if not isinstance(data_source, str) or not data_source:
         raise wrong(where, config.reward_fn_key, data_source, "a non-empty string")
@@ -63,9 +65,8 @@ def _check_sendable(value: Any, where: str, key: str) -> None:
         raise wrong(where, key, value, "text, a number, true, false, null, or lists and objects of these")
 
 
-def _missing_columns(row: dict[str, Any], where: str, keys: dict[str, str]) -> BadRow:
-    missing = {key: name.split(".")[0] for key, name in keys.items() if name.split(".")[0] not in row and name not in row}
-    unused_columns = [column for column in map(str, row) if column not in keys.values()]
+def _missing_columns(row: dict[str, Any], where: str, missing: dict[str, str], names: Collection[str]) -> BadRow:
+    unused_columns = [column for column in map(str, row) if column not in names]
     named = []
     for key, name in missing.items():
         if key == "data.reward_fn_key":
@@ -150,9 +151,14 @@ def _calls_of(calls: Any, where: str, key: str) -> list[dict[str, Any]]:
         expect(function.get("name"), str, where, f"{key}[{number}].function.name", "a string")
         if "arguments" in function:
             arguments = from_json(function["arguments"], where, f"{key}[{number}].function.arguments")
-            function = function | {"arguments": arguments}
-        parsed.append(call | {"function": function} if "function" in call else function)
+            call = changed_call(call, arguments=arguments)
+        parsed.append(call)
     return parsed
+
+
+def changed_call(call: dict[str, Any], **parts: Any) -> dict[str, Any]:
+    """Return a tool's call with other parts of its function, which stands in `function` or is the call itself."""
+    return call | {"function": call["function"] | parts} if "function" in call else call | parts
 
 
 def from_json(value: Any, where: str, key: str) -> Any:
@@ -253,6 +259,12 @@ def wrong(where: str, column: str, value: Any, expected: str) -> BadRow:
 def expect(value: Any, kind: type | tuple[type, ...], where: str, column: str, expected: str) -> None:
     if not isinstance(value, kind):
         raise wrong(where, column, value, expected)
+
+
+def shared_length(left: Sequence[Any], right: Sequence[Any]) -> int:
+    """Return the number of entries with which both begin."""
+    differ = (place for place, (entry, other) in enumerate(zip(left, right, strict=False)) if entry != other)
+    return next(differ, min(len(left), len(right)))
 
 
 def irregular(path: Path) -> str | None:

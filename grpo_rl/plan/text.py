@@ -145,10 +145,6 @@ def _length_of_run(config: Config, plan: Plan) -> str:
     return f"{length}; {tests}, {saves}"
 
 
-_SHOWN = ("actor", "rollout", "reference", "teacher", "critic", "reward_model")
-"""The roles that the plan's page describes in words of their own."""
-
-
 def _roles(config: Config, plan: Plan) -> Rows:
     machine = plan.machine
     device = "GPU" if machine.device == "cuda" else "process"
@@ -178,9 +174,6 @@ def _roles(config: Config, plan: Plan) -> Rows:
     if plan.trains_reward_model and (trained := plan.role("reward_model")):
         number = _count(trained.num_workers, "rank")
         yield "reward model", f"{number}, FSDP2 over {backend}, one {device} each, a head of one label, trained"
-    for role in plan.roles:
-        if role.name not in _SHOWN:
-            yield role.name, f"{_count(role.num_workers, 'rank')} on the {role.pool}'s devices, for {role.reason}"
     scoring = plan if plan.reward.scores else plan.collection
     if scoring is None:
         yield "engines", "none: nothing is sampled, and no reward is computed"

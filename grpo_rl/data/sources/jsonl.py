@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
-
-import numpy as np
 
 from grpo_rl.data.rows import LARGEST_ROW, BadRow, NotJson
 from grpo_rl.data.sources.source import Rows, RowSource
@@ -18,7 +17,7 @@ BLOCK = 8 * 2**20
 LARGEST_ARRAY = 512 * 2**20
 """Bytes of a .json file that is one array, which can only be read whole."""
 BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
-_BLANK = (0x09, 0x0A, 0x0D, 0x20)
+_BLANK = b" \t\r\n"
 
 
 class JsonLines(RowSource):
@@ -39,7 +38,7 @@ class JsonLines(RowSource):
         return f"{self.name}, line {self._numbers[index] if self._numbers is not None else index + 1}"
 
     def row(self, index: int) -> dict[str, Any]:
-        start, size = int(self._starts[index]), int(self._ends[index] - self._starts[index])
+        start, size = self._starts[index], self._ends[index] - self._starts[index]
         where = self.where(index)
         if size > LARGEST_ROW:
             raise BadRow(f"{where}: the line has {size} bytes; expected at most {LARGEST_ROW}")
@@ -93,36 +92,28 @@ def _parsed(data: bytes, where: Callable[[int], str], start: int = 0) -> Any:
         raise BadRow(f"{where(1)}: broken JSON: {first_line(error)}") from error
 
 
-def _index(file: IO[bytes], most_bytes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+def _index(file: IO[bytes], most_bytes: int) -> tuple[array[int], array[int], array[int] | None]:
     """Start and end in bytes of each line that is not blank, and its number from 1; None if none is blank."""
-    starts: list[np.ndarray] = []
-    firsts: list[np.ndarray] = []
-    base, at_start = 0, True
+    starts, ends, numbers = array("q"), array("q"), array("q")
+    start = end = 0
+    number, is_blank = 1, True
+
+    def note(line_end: int) -> None:
+        if not is_blank:
+            starts.append(start)
+            ends.append(line_end)
+            numbers.append(number)
+
     file.seek(0)
-    while base < most_bytes and (block := file.read(BLOCK)):
-        view = np.frombuffer(block, dtype=np.uint8)
-        local = np.flatnonzero(view == 0x0A) + 1
-        ends_with_newline = len(local) > 0 and int(local[-1]) == len(view)
-        local = local[:-1] if ends_with_newline else local
-        local = np.concatenate([[0], local]) if at_start else local
-        starts.append(local.astype(np.int64) + base)
-        firsts.append(view[local])
-        base, at_start = base + len(view), ends_with_newline
-    all_starts = np.concatenate(starts)
-    ends = np.append(all_starts[1:] - 1, base - at_start)
-    keep = ~np.isin(np.concatenate(firsts), _BLANK)
-    if not at_start and len(ends) > 1 and file.read(1):
-        all_starts, ends, keep = all_starts[:-1], ends[:-1], keep[:-1]
-    for line in np.flatnonzero(~keep).tolist():
-        keep[line] = _has_text(file, int(all_starts[line]), int(ends[line]))
-    if keep.all():
-        return all_starts, ends, None
-    return all_starts[keep], ends[keep], np.flatnonzero(keep) + 1
-
-
-def _has_text(file: IO[bytes], start: int, end: int) -> bool:
-    blocks = (os.pread(file.fileno(), min(BLOCK, end - offset), offset) for offset in range(start, end, BLOCK))
-    return any(block.strip() for block in blocks)
+    while end < most_bytes and (piece := file.readline(BLOCK)):  # of a longer line one piece after another
+        end += len(piece)
+        is_blank = is_blank and not piece.strip(_BLANK)
+        if piece.endswith(b"\n"):
+            note(end - 1)
+            start, number, is_blank = end, number + 1, True
+    if not (starts and file.read(1)):  # else reading has stopped inside of this line
+        note(end)
+    return starts, ends, numbers if numbers and numbers[-1] > len(numbers) else None
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

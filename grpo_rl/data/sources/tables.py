@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow
 import pyarrow.csv
 import pyarrow.parquet
@@ -30,16 +29,21 @@ class Table(RowSource):
     def __init__(self, name: str, table: Any, num_bytes: int = 0) -> None:
         self.name, self.num_bytes = name, num_bytes
         self._table = table
-        self._batches = table.to_batches()
-        self._ends = np.cumsum([batch.num_rows for batch in self._batches])
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
 
     def row(self, index: int) -> dict[str, Any]:
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        batch = self._batches[number]
-        return row_of(batch, index - int(self._ends[number]) + batch.num_rows, self.where(index))
+        row, where = {}, self.where(index)
+        for column, values in zip(self._table.column_names, self._table.columns, strict=True):
+            try:
+                value = values[index].as_py(maps_as_pydicts="strict")
+            except (UnicodeDecodeError, ValueError, OverflowError, KeyError) as error:
+                raise BadRow(f"{where}: column {column!r} cannot be read: {first_line(error)}") from error
+            if isinstance(value, bytes | bytearray) and len(value) > LARGEST_ROW:
+                raise BadRow(f"{where}: column {column!r} has {len(value)} bytes; expected at most {LARGEST_ROW}")
+            row[column] = _without_fillers(plain(value))
+        return row
 
 
 def open_table(name: str, path: Path) -> Table:
@@ -64,19 +68,6 @@ def first_rows(name: str, path: Path, num_rows: int) -> Table:
         return Table(name, pyarrow.Table.from_batches(itertools.islice(batches, 1), schema))
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise _unreadable(name, path, error) from error
-
-
-def row_of(batch: Any, place: int, where: str) -> dict[str, Any]:
-    row = {}
-    for column, values in zip(batch.schema.names, batch.columns, strict=True):
-        try:
-            value = values[place].as_py(maps_as_pydicts="strict")
-        except (UnicodeDecodeError, ValueError, OverflowError, KeyError) as error:
-            raise BadRow(f"{where}: column {column!r} cannot be read: {first_line(error)}") from error
-        if isinstance(value, bytes | bytearray) and len(value) > LARGEST_ROW:
-            raise BadRow(f"{where}: column {column!r} has {len(value)} bytes; expected at most {LARGEST_ROW}")
-        row[column] = _without_fillers(plain(value))
-    return row
 
 
 def _without_fillers(value: Any, in_list: bool = False) -> Any:

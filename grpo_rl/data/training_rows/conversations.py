@@ -19,7 +19,7 @@ from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.control_words import unmarked
 from grpo_rl.data.prompts import Renderer, truncate
 from grpo_rl.data.row_set import TrainingSet, batch_of_sequences
-from grpo_rl.data.rows import BadRow, check_row, column, from_json, messages_of, wrong
+from grpo_rl.data.rows import BadRow, check_row, column, from_json, messages_of, prompt_of, shared_length, wrong
 from grpo_rl.data.tasks.registry import task_rows
 from grpo_rl.types import Batch
 
@@ -70,14 +70,10 @@ def conversation(row: dict[str, Any], where: str, config: DataConfig) -> Chat | 
                      "data.messages_key, or data.prompt_key and data.response_key") from None  # fmt: skip
     if not isinstance(response, str) or not response.strip():
         raise wrong(where, config.response_key, response, "the answer to learn, a string that is not empty")
-    if isinstance(prompt, str) and prompt and all(name in row for name in _OF_ROLLOUTS):
+    prompt = prompt_of(prompt, where, config.prompt_key)
+    if isinstance(prompt, str) and all(name in row for name in _OF_ROLLOUTS):
         return Rendered(prompt, response, int(row["prompt_length"]), row["finish_reason"] == "stop", row.get("token_ids"))
-    if isinstance(prompt, str) and prompt:
-        turns: list[Any] = [{"role": "user", "content": prompt}]
-    elif isinstance(prompt, list) and prompt:
-        turns = prompt
-    else:
-        raise wrong(where, config.prompt_key, prompt, "a list of {role, content} messages, or a non-empty string")
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     messages = _messages([*turns, {"role": ASSISTANT, "content": response}], where, config.prompt_key)
     return Chat(messages, _options(row, where, config), of_strings=isinstance(prompt, str))
 
@@ -235,7 +231,7 @@ def _predictable(demonstration: Demonstration, where: str) -> Demonstration:
 
 def _rewritten(old: str, new: str, what: str) -> str:
     old, new = unmarked(old), unmarked(new)
-    place = next((n for n, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+    place = shared_length(old, new)
     start = max(0, place - 20)
     return (
         f"the chat template does not only append: with {what} the text before it is another one, "

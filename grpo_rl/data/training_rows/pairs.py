@@ -9,7 +9,7 @@ preferences).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from grpo_rl.config.derived import trains_only_reward_model
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.row_set import TrainingSet
-from grpo_rl.data.rows import Asked, BadRow, check_row, column, expect, finite, messages_of, prompt_of, wrong
+from grpo_rl.data.rows import Asked, BadRow, check_row, column, expect, finite, messages_of, prompt_of, shared_length, wrong
 from grpo_rl.types import Batch, Rollout
 
 T = TypeVar("T")
@@ -71,11 +71,7 @@ def _of_texts(prompt: Any, chosen: Any, rejected: Any, where: str, config: DataC
         return prompt_of(prompt, where, config.prompt_key), chosen, rejected
     # What both begin with, up to a space: where exactly it ends changes no difference of their log-probs, and a word
     # that is cut in two would be made of other tokens.
-    shared = 0
-    for left_character, other in zip(chosen, rejected, strict=False):
-        if left_character != other:
-            break
-        shared += 1
+    shared = shared_length(chosen, rejected)
     while shared and not chosen[shared - 1].isspace():
         shared -= 1
     shared_text = chosen[:shared].rstrip()
@@ -97,9 +93,7 @@ def _of_messages(prompt: Any, chosen: Any, rejected: Any, where: str, config: Da
     assert isinstance(start, list)
     # A conversation may be given whole although its prompt has a column.
     sides = [side[len(start) :] if start and side[: len(start)] == start else side for side in sides]
-    shared = 0
-    while shared < min(map(len, sides)) - 1 and sides[0][shared] == sides[1][shared]:
-        shared += 1
+    shared = shared_length(sides[0][:-1], sides[1][:-1])
     messages = [*start, *sides[0][:shared]]
     if isinstance(prompt, str):
         user_texts = [message["content"] for message in messages if message["role"] == "user"]
@@ -239,24 +233,24 @@ def pair_batch(pairs: Sequence[Pair]) -> Batch:
 
 
 def pairs_of_groups(rollouts: Sequence[Rollout]) -> list[tuple[Rollout, Rollout]]:
-    """The best and the worst rollout of each group by reward; ties go to the smaller sample index.
-
-    Groups with equal rewards give no pair, nor do rollouts without a reward or tokens, nor equal responses.
-    """
-    groups: dict[str, list[Rollout]] = {}
-    for rollout in rollouts:
-        members = groups.setdefault(rollout.prompt.uid, [])
-        if rollout.reward is not None and math.isfinite(rollout.reward) and len(rollout.response_ids):
-            members.append(rollout)
-    pairs = [
-        best_and_worst(members, attrgetter("reward"), attrgetter("sample_index")) for members in groups.values() if members
-    ]
-    return [(best, worst) for best, worst in pairs if best.reward != worst.reward and not best.same_response(worst)]
+    """The best and the worst rollout of each group by reward, of those with tokens; equal responses are no pair."""
+    trained = [rollout for rollout in rollouts if len(rollout.response_ids)]
+    pairs = best_and_worst(trained, attrgetter("prompt.uid"), attrgetter("reward"), attrgetter("sample_index"))
+    return [(best, worst) for best, worst in pairs if not best.same_response(worst)]
 
 
-def best_and_worst(members: Sequence[T], reward: Callable[[T], float], sample: Callable[[T], int]) -> tuple[T, T]:
-    in_order = sorted(members, key=sample)
-    return max(in_order, key=reward), min(in_order, key=reward)
+def best_and_worst(
+    members: Iterable[T], group: Callable[[T], str], reward: Callable[[T], Any], sample: Callable[[T], int]
+) -> Iterator[tuple[T, T]]:
+    """Of each group whose rewards differ, without members that have no finite reward; ties go to the smaller sample index."""
+    groups: dict[str, list[T]] = {}
+    for member in members:
+        if reward(member) is not None and math.isfinite(reward(member)):
+            groups.setdefault(group(member), []).append(member)
+    for in_order in (sorted(scored, key=sample) for scored in groups.values()):
+        best, worst = max(in_order, key=reward), min(in_order, key=reward)
+        if reward(best) != reward(worst):
+            yield best, worst
 
 
 def with_sides(batch: Batch) -> Batch:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
@@ -66,11 +65,8 @@ def answer_rows(records: Sequence[Mapping[str, Any]], min_reward: float) -> Rows
 
 def pair_rows(records: Sequence[Mapping[str, Any]]) -> Rows:
     """The best and the worst response of each group whose rewards and texts differ."""
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for record in records:
-        if record["reward"] is not None and math.isfinite(record["reward"]) and record["response_length"]:
-            groups.setdefault(record["uid"], []).append(record)
-    extremes = (best_and_worst(group, itemgetter("reward"), itemgetter("sample")) for group in groups.values())
+    answered = [record for record in records if record["response_length"]]
+    extremes = best_and_worst(answered, itemgetter("uid"), itemgetter("reward"), itemgetter("sample"))
     return [
         {
             "prompt": best["prompt"] if best["messages"] is None else list(best["messages"]),
@@ -85,8 +81,7 @@ def pair_rows(records: Sequence[Mapping[str, Any]]) -> Rows:
             "uid": best["uid"],
         }
         for best, worst in extremes
-        if best["reward"] > worst["reward"] and best["response"].strip() and worst["response"].strip()
-        if best["response"] != worst["response"]
+        if best["response"].strip() and worst["response"].strip() and best["response"] != worst["response"]
     ]
 
 
