@@ -17,7 +17,8 @@ import importlib
 import io
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -29,13 +30,12 @@ import torch
 import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
-from grpo_rl.checkpoint.store import CheckpointStore
 from grpo_rl.cluster.inputs import Inputs, read_inputs
 from grpo_rl.cluster.role_specs import actor_spec, rank_of, roles_over
 from grpo_rl.config import effects
 from grpo_rl.config.compose import Composed, compose
 from grpo_rl.config.derived import Machine
-from grpo_rl.config.schema.fields import value_of
+from grpo_rl.config.schema.fields import replaced, value_of
 from grpo_rl.envs.runtime.environment_pool import EnvironmentPool
 from grpo_rl.errors import ConfigError
 from grpo_rl.models import builtin
@@ -54,7 +54,7 @@ from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.trainer.parts import Output, Roles
 from grpo_rl.trainer.run import RunLoop
 from grpo_rl.trainer.session import Session
-from grpo_rl.types import Completion, FinishReason, Metrics, Prompt, Request
+from grpo_rl.types import Completion, FinishReason, Metrics, Prompt, Request, extended
 from grpo_rl.workers.rollout import RolloutWorker
 from grpo_rl.workers.specs import Rank
 
@@ -77,44 +77,82 @@ SMALL = {
 }
 """The values of keys that the words of a test leave open."""
 CPU = Machine(num_gpus=0, num_cpus=1, device="cpu")
+RANKS = ThreadPoolExecutor(1, "ranks")
+"""One thread for all: oneDNN compiles its kernels anew for each, a new one for every batch that is trained beside the sampling."""
 LOGPROB = -1.0
-WAIT_S = 60.0
+WAIT_S, SLEEP_S = 60.0, 0.001
 
 Answers = Callable[[Prompt, int], str]
 """(prompt, sample index; -1 for a greedy response) -> the text of the response."""
 
 
 @contextmanager
-def session(*words: str, answers: Answers | None = None, folder: str | Path | None = None) -> Iterator[Session]:
+def session(
+    *words: str,
+    answers: Answers | None = None,
+    slots: int | None = None,
+    tokens_per_update: int = 4,
+    folder: str | Path | None = None,
+) -> Iterator[Session]:
     """Yield the session of a small run with the words of a command line, in a second or two.
 
     `SMALL` has what the words leave open. An embedded model has random weights. `answers` gives the responses
-    in place of the engine. The run's folder is a temporary one, or lies in `folder`; a named run
-    (trainer.experiment_name) goes on from its newest checkpoint there.
+    in place of the engine: each at once, or with `slots` token by token to so many requests at a time, a token
+    of the present weights at each look, and `tokens_per_update` looks while a batch is trained beside. The
+    run's folder is a temporary one, or lies in `folder`; a named run (trainer.experiment_name) goes on from
+    its newest checkpoint there.
 
     Raises what `grpo_rl.session` raises, and ConfigError for a layout of several ranks.
     """
     with ExitStack() as stack:
-        temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo_rl-testing-")))
-        composed = _composed(words, str(folder or temporary))
-        plan = make_plan(composed, CPU)
+        if any(word.startswith("trainer.default_local_dir=") for word in words):
+            folder = None
+        elif folder is None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo_rl-testing-"))
+        training = stack.enter_context(run_loop(composed(words), folder, answers, slots, tokens_per_update))
+        checkpoint = training.store.latest(training.output.console.warn)
+        if checkpoint is not None:
+            training.resume(checkpoint)
+        with training.guarded():
+            yield training.session
+            training.leave()
+
+
+@contextmanager
+def run_loop(
+    settings: Composed, folder: str | Path | None, answers: Answers | None, slots: int | None = None, tokens_per_update: int = 4
+) -> Iterator[RunLoop]:
+    """Yield the run of `session`, which is not resumed here, and whose state is not saved.
+
+    `folder` takes the place of trainer.default_local_dir.
+    """
+    if folder is not None:
+        config = replaced(settings.config, {"trainer.default_local_dir": str(folder)})
+        resolved = settings.resolved | {"trainer": settings.resolved["trainer"] | {"default_local_dir": str(folder)}}
+        settings = replace(settings, config=config, resolved=resolved)
+    with ExitStack() as stack:
+        models = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo_rl-testing-models-")))
+        plan = make_plan(settings, CPU)
         if several := [role.name for role in plan.roles if role.num_workers > 1]:
             raise ConfigError(f"grpo_rl.testing has one process for everything, and the words ask for several of {several[0]}")
-        trainer = composed.config.trainer
+        trainer = settings.config.trainer
         run_dir = RunDir.create(trainer.default_local_dir, trainer.experiment_name)
         stack.callback(run_dir.release)
-        run_dir.write_config(composed.yaml(), composed.overrides)
+        run_dir.write_config(settings.yaml(), settings.overrides)
         console = Console(io.StringIO())
         disable_progress_bar()
         inputs = read_inputs(plan, run_dir, console)
         stack.enter_context(_one_rank())
-        roles = _roles(inputs, answers, temporary / "models", stack)
-        sinks = Sinks(run_dir, trainer, composed.resolved, console.warn, console.info)
+        make_pool: Callable[..., LocalPool] = LocalPool
+        if answers is not None:
+            make_pool = partial(AnsweringPool, answers=answers, slots=slots, tokens_per_update=tokens_per_update)
+        roles = _roles(inputs, make_pool, models, stack)
+        sinks = Sinks(run_dir, trainer, settings.resolved, console.warn, console.info)
         stack.callback(sinks.close)
         rollouts = RolloutLog(run_dir)
         stack.callback(rollouts.close)
         verbs = Session(
-            composed.config,
+            settings.config,
             roles,
             Output(run_dir, console, sinks, rollouts),
             train_data=inputs.train_data,
@@ -123,25 +161,18 @@ def session(*words: str, answers: Answers | None = None, folder: str | Path | No
             total_steps=inputs.plan.sizes.total_steps or 0,
             objective=inputs.plan.objective,
         )
-        training = RunLoop(verbs, inputs.plan.schedule)
-        checkpoint = CheckpointStore(run_dir.checkpoints, warn=console.warn).latest(console.warn)
-        if checkpoint is not None:
-            training.resume(checkpoint)
-        with training.guarded():
-            yield verbs
-            training.leave()
+        yield RunLoop(verbs, inputs.plan.schedule)
 
 
-def _composed(words: Sequence[str], folder: str) -> Composed:
+def composed(words: Sequence[str]) -> Composed:
+    """Return the configuration of a small run with these words."""
     named = {word.lstrip("+~").partition("=")[0] for word in words}
     small = {key: value for key, value in SMALL.items() if key not in named}
-    if "trainer.default_local_dir" not in named:
-        small["trainer.default_local_dir"] = folder
-    composed = compose([*words, *(f"{key}={value}" for key, value in small.items())])
-    read = effects.as_read(composed.config, CPU)
-    if unread := {key for key in small if value_of(read, key) != value_of(composed.config, key)}:
-        composed = compose([*words, *(f"{key}={value}" for key, value in small.items() if key not in unread)])
-    return composed
+    settings = compose([*words, *(f"{key}={value}" for key, value in small.items())])
+    read = effects.as_read(settings.config, CPU)
+    if unread := {key for key in small if value_of(read, key) != value_of(settings.config, key)}:
+        settings = compose([*words, *(f"{key}={value}" for key, value in small.items() if key not in unread)])
+    return settings
 
 
 @contextmanager
@@ -161,7 +192,7 @@ def _one_rank() -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def _roles(inputs: Inputs, answers: Answers | None, models: Path, stack: ExitStack) -> Roles:
+def _roles(inputs: Inputs, make_pool: Callable[..., LocalPool], models: Path, stack: ExitStack) -> Roles:
     """Embedded models are made in `models`; `stack` ends what is not in this process."""
     plan, config = inputs.plan, inputs.plan.config
 
@@ -187,7 +218,7 @@ def _roles(inputs: Inputs, answers: Answers | None, models: Path, stack: ExitSta
     if engine is not None:
         replica = RolloutWorker(engine, WAIT_S, WAIT_S)
         stack.callback(replica.close)
-        roles.rollout = pool = LocalPool(replica, plan.overlaps, inputs.tokenizer, answers)
+        roles.rollout = pool = make_pool(replica, plan.overlaps, inputs.tokenizer)
         if inputs.episodes is not None:
             environments = EnvironmentPool(inputs.episodes.host, 1)
             stack.callback(environments.close)
@@ -229,7 +260,7 @@ class LocalRanks:
         return self.call_each(method, [arguments])
 
     def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        return [getattr(self.worker, method)(*map(_read, of_rank)) for of_rank in arguments]
+        return [RANKS.submit(getattr(self.worker, method), *map(_read, of_rank)).result() for of_rank in arguments]
 
     def call_for_two(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[tuple[Any, LocalBlock]]:
         return [(first, LocalBlock(second)) for first, second in self.call_each(method, arguments)]
@@ -241,13 +272,13 @@ def _read(argument: Any) -> Any:
 
 
 class LocalPool(RequestPool):
-    """The `protocols.RolloutPool` of one replica in this process, or of answers that a test gives."""
+    """The `protocols.RolloutPool` of one replica in this process."""
 
     longest_wait_s = WAIT_S
 
-    def __init__(self, worker: RolloutWorker, overlaps: bool, tokenizer: Any, answers: Answers | None) -> None:
+    def __init__(self, worker: RolloutWorker, overlaps: bool, tokenizer: Any) -> None:
         super().__init__(None if overlaps else 0)
-        self.worker, self.tokenizer, self.answers = worker, tokenizer, answers
+        self.worker, self.tokenizer = worker, tokenizer
         self._queue: list[Request] = []
 
     def sync_weights(self, actor: Any) -> Metrics:
@@ -272,20 +303,58 @@ class LocalPool(RequestPool):
 
     def _collect(self, wait_s: float) -> None:
         queue, self._queue = self._queue, []
-        if self.answers is not None:
-            self._ended |= {request.request_id: self._answered(request, self.answers) for request in queue}
-            return
         self.worker.submit(queue)
         deadline = time.monotonic() + wait_s
         while not (ended := self.worker.poll(min(1.0, wait_s))) and time.monotonic() < deadline:
             continue
         self._ended |= {completion.request_id: completion for completion in ended if completion.request_id in self._wanted}
 
-    def _answered(self, request: Request, answers: Answers) -> Completion:
+
+class AnsweringPool(LocalPool):
+    """Answers that a test gives in place of the engine, which gets the weights."""
+
+    def __init__(self, *engine: Any, answers: Answers, slots: int | None, tokens_per_update: int) -> None:
+        super().__init__(*engine)
+        self.answers, self.slots, self.tokens_per_update = answers, slots, tokens_per_update
+        self._answering: dict[str, Completion] = {}
+        self._looks_left: int | None = None
+        """The looks that the present training leaves time for; None if nothing is trained beside."""
+
+    @contextmanager
+    def keep_weights(self) -> Iterator[None]:
+        self._looks_left = self.tokens_per_update if self.slots else None
+        try:
+            yield
+            while self._looks_left and self._answering:
+                self._collect(0.0)
+        finally:
+            self._looks_left = None
+
+    def forget(self, ids: Collection[str]) -> None:
+        super().forget(ids)
+        for name in ids:
+            self._answering.pop(name, None)
+
+    def _send(self, requests: list[Request], *, at_once: bool) -> None:
+        self._answering |= {request.request_id: self._answered(request) for request in requests}
+
+    def _collect(self, wait_s: float) -> None:
+        if self._looks_left == 0:
+            time.sleep(min(wait_s, SLEEP_S))
+            return
+        if self._looks_left is not None:
+            self._looks_left -= 1
+        for name, answer in list(self._answering.items())[: self.slots]:
+            versions = extended(answer.versions, self.version, 1 if self.slots else answer.num_tokens)
+            self._answering[name] = replace(answer, versions=versions)
+            if sum(num_tokens for _, num_tokens in versions) == answer.num_tokens:
+                self._ended[name] = self._answering.pop(name)
+
+    def _answered(self, request: Request) -> Completion:
         prompt, sample = self._wanted[request.request_id]
-        text = answers(prompt, sample)
+        text = self.answers(prompt, sample)
         token_ids = [*self.tokenizer(text, add_special_tokens=False).input_ids, self.tokenizer.eos_token_id]
         ids = np.asarray(token_ids[: request.sampling.max_tokens], dtype=np.int32)
         logprobs = np.full(len(ids), LOGPROB, dtype=np.float32)
         ending: FinishReason = "stop" if len(ids) == len(token_ids) else "length"
-        return Completion(request.request_id, ids, logprobs, ending, ((self.version, len(ids)),), text=text)
+        return Completion(request.request_id, ids, logprobs, ending, (), text=text)

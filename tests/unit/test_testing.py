@@ -54,6 +54,27 @@ def test_answers_that_a_test_gives_have_the_rewards_that_it_expects() -> None:
         assert s.version == 2
 
 
+def test_a_response_gets_a_token_of_the_present_weights_at_each_look_and_so_many_while_a_batch_is_trained() -> None:
+    words = ("trainer.schedule=async", "data.train_batch_size=1", "actor_rollout_ref.rollout.n=2")
+    versions = []
+    with testing.session(
+        GRPO,
+        *words,
+        "actor_rollout_ref.actor.ppo_mini_batch_size=1",
+        answers=lambda *_: "1234567",
+        slots=2,
+        tokens_per_update=3,
+    ) as s:
+        for step in s.steps():
+            s.sync_weights()
+            s.submit(2)
+            rollouts = s.completed()
+            versions.append([rollout.versions for rollout in rollouts])
+            step.log(s.train_beside_sampling(s.select(s.score(rollouts))))
+    # Seven digits and the end. Both groups are asked for at first, and the two slots are the first group's until it has ended.
+    assert versions == [[((0, 8),)] * 2, [((0, 3), (1, 5))] * 2]
+
+
 @pytest.mark.parametrize(
     ("words", "train", "metric"),
     [
