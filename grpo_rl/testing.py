@@ -260,7 +260,8 @@ class LocalRanks:
         return self.call_each(method, [arguments])
 
     def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        return [RANKS.submit(getattr(self.worker, method), *map(_read, of_rank)).result() for of_rank in arguments]
+        calls = [RANKS.submit(getattr(self.worker, method), *map(_read, of_rank)) for of_rank in arguments]
+        return [call.result(self.call_timeout_s) for call in calls]
 
     def call_for_two(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[tuple[Any, LocalBlock]]:
         return [(first, LocalBlock(second)) for first, second in self.call_each(method, arguments)]
