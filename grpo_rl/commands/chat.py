@@ -17,6 +17,7 @@ from grpo_rl.arguments import Arguments, counted
 from grpo_rl.commands.sampling_plan import EPISODES, NO_DATA, add_engine_options, option_keys, sampling_plan, settings_of_run
 from grpo_rl.commands.targets import find_target, model_folder, ready_model
 from grpo_rl.control_words import unmarked
+from grpo_rl.data.rows import at
 from grpo_rl.errors import ConfigError
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal.console import Console
@@ -62,7 +63,8 @@ class Conversation:
             text = words.marked("".join(turn["content"] for turn in self.turns))
             return unmarked(text), words.ids(text, add_special_tokens=True)
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        text = self.renderer.text([*system, *self.turns], "the conversation")
+        with at("the conversation"):
+            text = self.renderer.text([*system, *self.turns])
         return unmarked(text), words.ids(text)
 
 

@@ -89,7 +89,7 @@ def _has_ground_truth(data: Sequence[str], config: DataConfig) -> bool:
 
     source = open_source(data[0])
     try:
-        return example(source.row(0), source.where(0), config).ground_truth is not None
+        return example(source.row(0), config).ground_truth is not None
     except BadRow:
         return False
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from grpo_rl.plan.decisions import Plan
     from grpo_rl.telemetry.terminal.console import Console
 
+Keys = dict[str, Any]  # values of the configuration by their keys
 _A, _R = "actor_rollout_ref", "actor_rollout_ref.rollout"
 _DATA = (
     *("prompt_key", "reward_fn_key", "data_source", "ground_truth_key", "extra_info_key", "system_prompt", "chat_template"),
@@ -84,11 +85,11 @@ def responses_folder(folder: Path) -> Iterator[RunDir]:
         lock.release()
 
 
-def option_keys(options: argparse.Namespace, data: Sequence[str]) -> dict[str, Any]:
+def option_keys(options: argparse.Namespace, data: Sequence[str]) -> Keys:
     greedy = options.temperature == 0
     if greedy and options.n > 1:
         raise ConfigError(f"-n {options.n} --temperature 0: greedy decoding gives the same response {options.n} times; -n 1")
-    keys: dict[str, Any] = {
+    keys: Keys = {
         "data.val_files": list(data),
         f"{_R}.val_kwargs.n": options.n,
         f"{_R}.val_kwargs.temperature": float(options.temperature),
@@ -110,7 +111,7 @@ def settings_of_run(
     *,
     trusted: bool = False,
     without: Sequence[str] = (),
-) -> dict[str, Any]:
+) -> Keys:
     """Return a run's keys that bear on sampling and scoring and are not the defaults; none without a run.
 
     Left out are keys in `words`, those that begin as one of `without`, and if another `engine` is asked for
@@ -142,7 +143,7 @@ def data_of_run(run: Path, *, trusted: bool = False) -> list[str]:
 
 def sampled_with(
     options: argparse.Namespace, targets: Sequence[Target], words: Sequence[str]
-) -> tuple[Path | None, list[str], dict[str, Any]]:
+) -> tuple[Path | None, list[str], Keys]:
     """Return the run that gives settings (the named one, else the first target's), data and keys."""
     run = next((target.run for target in targets if target.run is not None), None)
     run = run if options.settings_of is None else find_run(options.settings_of)
@@ -195,7 +196,7 @@ def answer_missing(
                 file.complete(len(prompts))
 
 
-def sampling_plan(keys: Mapping[str, Any], words: Sequence[str], model: str, recipe: Path) -> tuple[Plan, dict[str, Any]]:
+def sampling_plan(keys: Mapping[str, Any], words: Sequence[str], model: str, recipe: Path) -> tuple[Plan, Keys]:
     """Return the plan for sampling from `model`, of `keys`, which go into the file `recipe`, and `words` over
     them.
 
@@ -215,7 +216,7 @@ def sampling_plan(keys: Mapping[str, Any], words: Sequence[str], model: str, rec
         composed = compose([f"recipe={recipe}", *words])
         return composed, make_plan(composed, looks_at_data=keys.get("data.val_files") != [NO_DATA])
 
-    fixed: dict[str, Any] = {"trainer.val_only": True, f"{_A}.model.path": model}
+    fixed: Keys = {"trainer.val_only": True, f"{_A}.model.path": model}
     composed, plan = planned({})
     share = f"{_R}.gpu_memory_utilization"
     if plan.machine.device == "cuda" and plan.config.actor_rollout_ref.rollout.name == "vllm" and share not in typed:
@@ -227,19 +228,19 @@ def sampling_plan(keys: Mapping[str, Any], words: Sequence[str], model: str, rec
     return plan, settings | {"data.val_max_samples": tree.get("data.val_max_samples")} | _contents(settings)
 
 
-def data_settings(data: DataConfig, names: Sequence[str] | None = None) -> dict[str, Any]:
+def data_settings(data: DataConfig, names: Sequence[str] | None = None) -> Keys:
     """Return the names of the data, by default those of `data`, with a digest of their contents."""
     from grpo_rl.data.sources.locate import open_source
     from grpo_rl.data.sources.source import fingerprint_of
 
     names = data.val_files if names is None else names
-    settings_of_data: dict[str, Any] = {"data.val_files": list(names)}
+    settings_of_data: Keys = {"data.val_files": list(names)}
     if data.custom_cls.path is None:
         settings_of_data["digest of the data"] = fingerprint_of([open_source(name) for name in names])
     return settings_of_data
 
 
-def _contents(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _contents(settings: Mapping[str, Any]) -> Keys:
     """Return digests of the files, function files with imports, and model folders that settings name."""
     paths = {name for value in settings.values() for name in _texts(value) if len(name) < 4096 and os.path.exists(name)}
     digests = user_sources({*function_files(settings), *paths})

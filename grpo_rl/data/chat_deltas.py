@@ -19,7 +19,7 @@ import numpy as np
 
 from grpo_rl.control_words import MARK, ControlWords, opened_thought, unmarked
 from grpo_rl.data.prompts import Renderer
-from grpo_rl.data.rows import BadRow, Message, shared_length
+from grpo_rl.data.rows import BadRow, Call, Message, at, shared_length
 from grpo_rl.errors import ConfigError, DataError
 
 _ANSWER = f"Zq7{secrets.token_hex(8)}Xk"
@@ -59,7 +59,8 @@ class ChatDeltas:
     def prompt(self, messages: Sequence[Message], added: Sequence[Message] = ()) -> Delta:
         """With the beginning of the first assistant turn; `added` messages are an environment's."""
         text = self._rendered([*messages, *self._words.marked(list(added))])
-        self._renderer.check_shown([*messages, *added], _WHERE)
+        with at(_WHERE):
+            self._renderer.check_shown([*messages, *added])
         return Delta(self._ids(text), unmarked(text))
 
     def between(self, messages: Sequence[Message], *, ended: bool, plain: bool = False) -> Delta:
@@ -73,7 +74,8 @@ class ChatDeltas:
             return Delta(self._ids(text), unmarked(text), MARK in text)
         text = self._tail(self._words.marked(list(messages)))
         turns: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-        self._renderer.check_shown([*turns, *messages], _WHERE)
+        with at(_WHERE):
+            self._renderer.check_shown([*turns, *messages])
         ids = self._ids(text)
         if ended and len(ids) and int(ids[0]) in self._stop_ids:
             ids = ids[1:]
@@ -102,7 +104,7 @@ class ChatDeltas:
             for thinks in (False, True):
                 try:
                     keeps &= self._appends(role, thinks, tools[0] if tools else "look_up")
-                except (BadRow, DataError) as error:
+                except DataError as error:
                     what = "answers of tools" if role == "tool" else f"messages of the role {role!r} behind an assistant's turn"
                     raise ConfigError(
                         f"data.chat_template: the chat template cannot render {what}: {error}; give another one as data.chat_template"
@@ -167,7 +169,7 @@ class ChatDeltas:
             raise DataError(f"{_WHERE}: the chat template does not write an assistant's turn once, as it is")
         return tail
 
-    def _behind_calls(self, asked: Message, called: list[dict[str, Any]], messages: Sequence[Message]) -> str:
+    def _behind_calls(self, asked: Message, called: list[Call], messages: Sequence[Message]) -> str:
         """If the template writes the calls in place of the turn's text."""
         before = self._rendered([asked, {"role": "assistant", "content": "", "tool_calls": called}], begins=False)
         text = self._rendered([asked, {"role": "assistant", "content": "", "tool_calls": called}, *messages])
@@ -178,15 +180,15 @@ class ChatDeltas:
 
     def _rendered(self, messages: list[Message], *, begins: bool = True) -> str:
         try:
-            return self._renderer.text(messages, _WHERE, add_generation_prompt=begins)
+            return self._renderer.text(messages, add_generation_prompt=begins)
         except BadRow as error:
-            raise DataError(str(error)) from None
+            raise DataError(f"{_WHERE}: {error}") from None
 
     def _ids(self, text: str) -> np.ndarray:
         return np.asarray(self._words.ids(text), dtype=np.int32)
 
 
-def _call_of(message: Mapping[str, Any]) -> dict[str, Any]:
+def _call_of(message: Message) -> Call:
     function = {"name": message.get("name", "tool"), "arguments": {}}
     return {"id": message.get("tool_call_id", "call00000"), "type": "function", "function": function}
 

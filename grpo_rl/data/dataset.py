@@ -11,7 +11,7 @@ from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.control_words import MARK, unmarked
 from grpo_rl.data.prompts import truncate
 from grpo_rl.data.row_set import RowSet
-from grpo_rl.data.rows import BadRow, Example, column, example, prompt_of
+from grpo_rl.data.rows import BadRow, Example, Row, at, column, example, prompt_of
 from grpo_rl.types import Prompt
 
 TOKENIZED_AT_ONCE = 1024
@@ -32,7 +32,6 @@ class PromptDataset(RowSet[PromptRow]):
         "Raise max_prompt_length, drop such rows with data.filter_overlong_prompts=true, or cut them with "
         "data.truncation=left, right or middle"
     )
-    read = staticmethod(example)
 
     def __init__(self, files: Sequence[str], config: DataConfig, tokenizer: Any, **options: Any) -> None:
         super().__init__(files, config, tokenizer, config.max_prompt_length, **options)
@@ -49,14 +48,18 @@ class PromptDataset(RowSet[PromptRow]):
         messages = self.renderer.messages(row.prompt)
         return Prompt(uid, read.token_ids, read.text, row.data_source, row.ground_truth, row.extra_info, messages)
 
+    def _example(self, row: Row, index: int) -> Example:
+        return example(row, self.config)
+
     def _tokenized_all(self, indices: Sequence[int]) -> Iterator[tuple[int, PromptRow | BadRow]]:
         for start in range(0, len(indices), TOKENIZED_AT_ONCE):
             rows: list[tuple[int, Example, str]] = []
             for index in indices[start : start + TOKENIZED_AT_ONCE]:
                 try:
-                    where = self._source.where(index)
-                    row = self.read(self._source.row(index), where, self.config)
-                    rows.append((index, row, self.renderer.render(row.prompt, where)))
+                    stored = self._source.row(index)
+                    with at(self._source.where(index)):
+                        row = self._example(stored, index)
+                        rows.append((index, row, self.renderer.render(row.prompt)))
                 except BadRow as error:
                     yield index, error
             ids = self.renderer.tokenize([row.prompt for _, row, _ in rows], [text for _, _, text in rows])
@@ -67,7 +70,7 @@ class PromptDataset(RowSet[PromptRow]):
                 else:
                     yield index, BadRow(f"{self._source.where(index)}: column {self.config.prompt_key!r} has no tokens")
 
-    def _cut(self, row: PromptRow, where: str) -> PromptRow:
+    def _cut(self, row: PromptRow) -> PromptRow:
         token_ids = truncate(row.token_ids, self.longest, self.config.truncation)
         return PromptRow(row.example, unmarked(self.renderer.tokenizer.decode(token_ids.tolist())), token_ids)
 
@@ -77,12 +80,11 @@ class PromptDataset(RowSet[PromptRow]):
         return row
 
 
-def bare_example(row: dict[str, Any], where: str, config: DataConfig) -> Example:
-    key, source = config.prompt_key, config.data_source or row.get(config.reward_fn_key)
-    file = Path(where.rpartition(", ")[0]).stem
-    prompt = prompt_of(column(row, key, where), where, key)
-    return Example(prompt, source if isinstance(source, str) and source else file, None, {})
-
-
 class BarePromptDataset(PromptDataset):
-    read = staticmethod(bare_example)
+    def _example(self, row: Row, index: int) -> Example:
+        """Without a ground truth; a row without a source has the name of its file."""
+        source = self.config.data_source or row.get(self.config.reward_fn_key)
+        if not isinstance(source, str) or not source:
+            source = Path(self._source.where(index).rpartition(", ")[0]).stem
+        key = self.config.prompt_key
+        return Example(prompt_of(column(row, key), key), source, None, {})

@@ -5,18 +5,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from grpo_rl.arguments import Arguments, counted, writing
 from grpo_rl.config.convert import show
+from grpo_rl.data.rows import Row
 from grpo_rl.data.sources.locate import open_source
 from grpo_rl.data.sources.source import Joined
 from grpo_rl.data.tasks.made_rows import row_of
 from grpo_rl.errors import ConfigError, DataError
 from grpo_rl.rewards.rules.answers import last_boxed
 
-Record = dict[str, Any]
-Row = dict[str, Any]
+Record = Row  # as published
 
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 MATH_INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."

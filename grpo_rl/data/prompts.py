@@ -12,7 +12,7 @@ import numpy as np
 
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.control_words import ControlWords
-from grpo_rl.data.rows import LARGEST_ROW, Asked, BadRow, Message, changed_call, irregular
+from grpo_rl.data.rows import LARGEST_ROW, Asked, BadRow, Call, Message, changed_call, irregular
 from grpo_rl.errors import ConfigError, DataError, did_you_mean
 
 SET_BY_US = (*("conversation", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict", "return_tensors"),)
@@ -68,33 +68,33 @@ class Renderer:
     def has_template(self) -> bool:
         return self.options.get("chat_template") is not None or getattr(self.tokenizer, "chat_template", None) is not None
 
-    def render(self, prompt: Asked, where: str) -> str:
+    def render(self, prompt: Asked) -> str:
         """Raises BadRow for messages that the template refuses."""
         if isinstance(prompt, str):
             if self.system_prompt is not None:
                 raise BadRow(
-                    f"{where}: column {self.prompt_key!r} is plain text, which data.system_prompt cannot be put before; "
+                    f"column {self.prompt_key!r} is plain text, which data.system_prompt cannot be put before; "
                     "expected a list of {role, content} messages"
                 )
             return str(self.words.marked(prompt))
         if not self.has_template:
             raise DataError(
-                f"{where}: the prompt is a list of chat messages, but the tokenizer has no chat template; "
-                f"take an instruction-tuned model, give one as data.chat_template, or plain strings as prompts"
+                "the prompt is a list of chat messages, but the tokenizer has no chat template; "
+                "take an instruction-tuned model, give one as data.chat_template, or plain strings as prompts"
             )
         messages = self.with_system(prompt)
         continues = messages[-1]["role"] == "assistant"
         if continues and not self.continue_final_message:
             raise BadRow(
-                f"{where}: column {self.prompt_key!r} ends with a message of the assistant, which may be the answer; expected "
+                f"column {self.prompt_key!r} ends with a message of the assistant, which may be the answer; expected "
                 "messages up to the question, or data.continue_final_message=true, where the policy goes on with that message"
             )
         ending = {"continue_final_message": True, "add_generation_prompt": False} if continues else {}
-        text = self.text(messages, where, **ending)
-        self.check_shown(messages, where)
+        text = self.text(messages, **ending)
+        self.check_shown(messages)
         return text
 
-    def check_shown(self, messages: list[Any], where: str, **options: Any) -> None:
+    def check_shown(self, messages: list[Any], **options: Any) -> None:
         """Raise BadRow for a message, a tool call or tools that the template leaves out of the prompt.
 
         Templates pass over unknown roles without a word. Tried once for all conversations of one form, with
@@ -103,12 +103,10 @@ class Renderer:
         options = {**self.options, **options}
         form = (*map(_form, messages), bool(options.get("tools")))
         if form not in self._left_out:
-            self._left_out[form] = self._tried(messages, where, options)
+            self._left_out[form] = self._tried(messages, options)
         left_out = self._left_out[form]
         if "tools" in left_out:
-            raise BadRow(
-                f"{where}: {self._template} leaves the tools out; expected a template with tools as data.chat_template"
-            )
+            raise BadRow(f"{self._template} leaves the tools out; expected a template with tools as data.chat_template")
         for number, message in enumerate(messages):
             for part, what in (("content", "the content of"), ("tool_calls", "the tool calls of")):
                 if f"{number} {part}" in left_out:
@@ -116,11 +114,11 @@ class Renderer:
                     usual = USUAL_ROLES.get(role.casefold(), role.casefold())
                     hint = f"; the role is often called {usual!r}" if usual != role else ""
                     raise BadRow(
-                        f"{where}: {self._template} leaves out {what} message {number}, of the role {role!r}: "
+                        f"{self._template} leaves out {what} message {number}, of the role {role!r}: "
                         f"{str(message[part])[:60]!r}; expected roles that the template knows, or another data.chat_template{hint}"
                     )
 
-    def _tried(self, messages: list[Any], where: str, options: dict[str, Any]) -> frozenset[str]:
+    def _tried(self, messages: list[Any], options: dict[str, Any]) -> frozenset[str]:
         """`2 content`, `3 tool_calls`, `tools`; none if the template refuses all."""
         stand_ins: dict[str, list[str]] = {}
 
@@ -142,12 +140,12 @@ class Renderer:
             function = {"name": stand_in("tools"), "description": "", "parameters": {"type": "object", "properties": {}}}
             options = options | {"tools": [{"type": "function", "function": function}]}
         try:
-            text = self.apply(marked_messages, where, **{**options, "tokenize": False, "add_generation_prompt": False})
+            text = self.apply(marked_messages, **{**options, "tokenize": False, "add_generation_prompt": False})
         except BadRow:  # these words do not suit the template; the row's own may
             return frozenset()
         return frozenset(part for part, words in stand_ins.items() if any(word not in text for word in words))
 
-    def answer(self, asked: Asked, prompt: str, answer: str, where: str) -> str:
+    def answer(self, asked: Asked, prompt: str, answer: str) -> str:
         """What follows the rendered `prompt`; a plain string's answer is itself.
 
         Raises BadRow if the template does not make a conversation that begins with its own prompt.
@@ -155,10 +153,10 @@ class Renderer:
         if isinstance(asked, str):
             return str(self.words.marked(answer))
         answered = [*self.with_system(asked), {"role": "assistant", "content": answer}]
-        text = self.text(answered, where, add_generation_prompt=False)
+        text = self.text(answered, add_generation_prompt=False)
         if not text.startswith(prompt):
             raise BadRow(
-                f"{where}: {self._template} makes a text of prompt and answer that does not begin with the prompt's; give prompt "
+                f"{self._template} makes a text of prompt and answer that does not begin with the prompt's; give prompt "
                 "and answer as plain texts, or another template as data.chat_template"
             )
         return text[len(prompt) :]
@@ -208,15 +206,15 @@ class Renderer:
             return messages
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
-    def text(self, messages: list[Any], where: str, **options: Any) -> str:
+    def text(self, messages: list[Any], **options: Any) -> str:
         options = {"add_generation_prompt": True} | options
-        text = self.apply(messages, where, tokenize=False, **options)
+        text = self.apply(messages, tokenize=False, **options)
         assert isinstance(text, str)
         if len(text) > LARGEST_ROW:
-            raise BadRow(f"{where}: {self._template} makes {len(text)} characters of it; expected at most {LARGEST_ROW}")
+            raise BadRow(f"{self._template} makes {len(text)} characters of it; expected at most {LARGEST_ROW}")
         return text
 
-    def apply(self, messages: list[Any], where: str, **options: Any) -> Any:
+    def apply(self, messages: list[Any], **options: Any) -> Any:
         options = {**self.options, **options}
         try:
             return self._apply(messages, options)
@@ -224,7 +222,7 @@ class Renderer:
             if any(message.get("tool_calls") for message in messages):
                 with suppress(Exception):  # some templates want the arguments of a call as JSON text
                     return self._apply([_with_json_arguments(message) for message in messages], options)
-            raise BadRow(f"{where}: {self._template} refuses the messages: {_cause(error)}") from error
+            raise BadRow(f"{self._template} refuses the messages: {_cause(error)}") from error
 
     def _apply(self, messages: list[Any], options: dict[str, Any]) -> Any:
         marked_options = {key: self.words.marked(options[key]) for key in ("tools", "documents") if options.get(key)}
@@ -248,11 +246,11 @@ def _form(message: Message) -> tuple[Any, ...]:
     return message["role"], bool(message["content"].strip()), calls, *sorted(name for name in message if message[name])
 
 
-def _function_of(call: dict[str, Any]) -> dict[str, Any]:
+def _function_of(call: Call) -> dict[str, Any]:
     return call.get("function", call)
 
 
-def _call_like(call: dict[str, Any], name: str, part: str, stand_in: Callable[[str], str]) -> dict[str, Any]:
+def _call_like(call: Call, name: str, part: str, stand_in: Callable[[str], str]) -> Call:
     arguments = {"arguments": {"argument": stand_in(part)}} if _function_of(call).get("arguments") else {}
     return changed_call(call, name=name, **arguments)
 

@@ -16,7 +16,7 @@ import torch
 from grpo_rl.config.derived import longest_sequence
 from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.data.prompts import Renderer
-from grpo_rl.data.rows import BadRow
+from grpo_rl.data.rows import BadRow, Row, at
 from grpo_rl.data.sources.locate import open_source
 from grpo_rl.data.sources.source import Fingerprint, Joined, RowSource, custom_source, fingerprint_of
 from grpo_rl.errors import DataError
@@ -28,7 +28,7 @@ LISTED = 10
 SHOWN = 5
 """Bad rows met later that are shown; the file has them all."""
 
-Row = TypeVar("Row")
+Tokenized = TypeVar("Tokenized")
 
 
 class BadRows:
@@ -114,7 +114,7 @@ class RowReport:
 class TooLongRow(DataError): ...
 
 
-class RowSet(ABC, Generic[Row]):
+class RowSet(ABC, Generic[Tokenized]):
     """If all rows were checked at the start, the set has the usable ones alone, numbered without gaps.
 
     A row of larger data may turn out to be unusable when it is drawn: `usable` says so, always the same.
@@ -154,23 +154,26 @@ class RowSet(ABC, Generic[Row]):
         self.report = RowReport(total)
         self.fingerprint: Fingerprint = fingerprint_of(parts)
         self._rows: np.ndarray | None = None
-        self._kept: OrderedDict[int, Row] = OrderedDict()
+        self._kept: OrderedDict[int, Tokenized] = OrderedDict()
 
-    def _tokenized(self, row: dict[str, Any], where: str) -> Row:
+    def _tokenized(self, row: Row) -> Tokenized:
         raise NotImplementedError
 
     def _length(self, row: Any) -> int:
         return len(row.token_ids)
 
-    def _cut(self, row: Row, where: str) -> Row | None:
+    def _cut(self, row: Tokenized) -> Tokenized | None:
         """A shorter row; None for a kind that is never cut."""
         return None
 
-    def _tokenized_all(self, indices: Sequence[int]) -> Iterator[tuple[int, Row | BadRow]]:
+    def _tokenized_all(self, indices: Sequence[int]) -> Iterator[tuple[int, Tokenized | BadRow]]:
         for index in indices:
             num_texts = self.renderer.words.num_texts
             try:
-                yield index, self._tokenized(self._source.row(index), self._source.where(index))
+                row = self._source.row(index)
+                with at(self._source.where(index)):
+                    tokenized = self._tokenized(row)
+                yield index, tokenized
             except BadRow as error:
                 yield index, error
             self.report.num_control += self.renderer.words.num_texts > num_texts
@@ -184,7 +187,7 @@ class RowSet(ABC, Generic[Row]):
             ends = np.searchsorted(self._rows, ends)
         return np.diff(ends, prepend=0).tolist()
 
-    def row(self, row: int) -> Row:
+    def row(self, row: int) -> Tokenized:
         """Raises DataError for a row that cannot be used."""
         index = row if self._rows is None else int(self._rows[row])
         if index in self._kept:
@@ -193,7 +196,7 @@ class RowSet(ABC, Generic[Row]):
         [(_, tokenized)] = self._tokenized_all([index])
         return self._keep(index, tokenized)
 
-    def as_stored(self, row: int) -> dict[str, Any]:
+    def as_stored(self, row: int) -> Row:
         return self._source.row(row if self._rows is None else int(self._rows[row]))
 
     def usable(self, row: int) -> bool:
@@ -248,30 +251,33 @@ class RowSet(ABC, Generic[Row]):
             self._rows = np.setdiff1d(np.arange(total), np.asarray(unusable, dtype=np.int64))
         return self
 
-    def _keep(self, index: int, tokenized: Row | BadRow) -> Row:
+    def _keep(self, index: int, tokenized: Tokenized | BadRow) -> Tokenized:
         if isinstance(tokenized, BadRow):
             raise tokenized
-        if self.vocab_size is not None and (token := largest_token(tokenized)) >= self.vocab_size:
-            text = self.renderer.tokenizer.convert_ids_to_tokens(token)
-            raise BadRow(
-                f"{self._source.where(index)}: has the token {text!r}, number {token}, and the model's embedding has "
-                f"{self.vocab_size}; expected text without it, or the tokenizer that belongs to the model"
-            )
-        length = self._length(tokenized)
-        self.report.longest = max(self.report.longest, length)
-        if length > self.longest:
-            where = self._source.where(index)
-            may_cut = not self.config.filter_overlong_prompts and self.config.truncation != "error"
-            cut = self._cut(tokenized, where) if may_cut else None
-            if cut is None:
-                text = self.too_long.format(length=length, longest=self.longest)
-                raise TooLongRow(f"{where}: {text}")
-            self.report.num_truncated += 1
-            tokenized = cut
-        self._kept[index] = tokenized
+        with at(self._source.where(index)):
+            self._kept[index] = row = self._usable(tokenized)
         if len(self._kept) > self.kept_rows:
             self._kept.popitem(last=False)
-        return tokenized
+        return row
+
+    def _usable(self, row: Tokenized) -> Tokenized:
+        """Return the row, cut if need be. Raises BadRow and TooLongRow."""
+        if self.vocab_size is not None and (token := largest_token(row)) >= self.vocab_size:
+            text = self.renderer.tokenizer.convert_ids_to_tokens(token)
+            raise BadRow(
+                f"has the token {text!r}, number {token}, and the model's embedding has {self.vocab_size}; expected text without "
+                "it, or the tokenizer that belongs to the model"
+            )
+        length = self._length(row)
+        self.report.longest = max(self.report.longest, length)
+        if length <= self.longest:
+            return row
+        may_cut = not self.config.filter_overlong_prompts and self.config.truncation != "error"
+        cut = self._cut(row) if may_cut else None
+        if cut is None:
+            raise TooLongRow(self.too_long.format(length=length, longest=self.longest))
+        self.report.num_truncated += 1
+        return cut
 
 
 def largest_token(row: Any) -> int:
@@ -279,7 +285,7 @@ def largest_token(row: Any) -> int:
     return max((int(ids.max()) for ids in arrays if len(ids)), default=-1)
 
 
-class TrainingSet(RowSet[Row]):
+class TrainingSet(RowSet[Tokenized]):
     def __init__(self, files: Sequence[str], config: Config, tokenizer: Any, **options: Any) -> None:
         super().__init__(files, config.data, tokenizer, longest_sequence(config), **options)
         self.run = config

@@ -6,7 +6,8 @@ import datetime
 import difflib
 import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -15,7 +16,9 @@ from typing import Any
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.errors import DataError, did_you_mean
 
+Row = dict[str, Any]
 Message = dict[str, Any]
+Call = dict[str, Any]  # of a tool
 Asked = list[Message] | str
 """Chat messages, or a plain string that is used as it is."""
 LARGEST_ROW = 8 * 2**20
@@ -27,6 +30,15 @@ class BadRow(DataError):
     """What `data.on_bad_row=skip` leaves out."""
 
 
+@contextmanager
+def at(place: str) -> Iterator[None]:
+    """Put the place before what an error says of data; the functions that read a row do not know it."""
+    try:
+        yield
+    except DataError as error:
+        raise type(error)(f"{place}: {error}") from error
+
+
 @dataclass(frozen=True, slots=True)
 class Example:
     prompt: Asked
@@ -35,37 +47,37 @@ class Example:
     extra_info: dict[str, Any]
 
 
-def example(row: dict[str, Any], where: str, config: DataConfig) -> Example:
-    check_row(row, where)
+def example(row: Row, config: DataConfig) -> Example:
+    check_row(row)
     keys = {"data.prompt_key": config.prompt_key, "data.ground_truth_key": config.ground_truth_key}
     if config.data_source is None:
         keys["data.reward_fn_key"] = config.reward_fn_key
     columns = {key: name.split(".")[0] for key, name in keys.items() if name not in row}
     if missing := {key: name for key, name in columns.items() if name not in row}:
-        raise _missing_columns(row, where, missing, keys.values())
-    data_source: Any = config.data_source or column(row, config.reward_fn_key, where)
+        raise _missing_columns(row, missing, keys.values())
+    data_source: Any = config.data_source or column(row, config.reward_fn_key)
     if not isinstance(data_source, str) or not data_source:
-        raise wrong(where, config.reward_fn_key, data_source, "a non-empty string")
-    ground_truth = column(row, config.ground_truth_key, where)
-    extra_info = column(row, config.extra_info_key, where, optional=True)
+        raise wrong(config.reward_fn_key, data_source, "a non-empty string")
+    ground_truth = column(row, config.ground_truth_key)
+    extra_info = column(row, config.extra_info_key, optional=True)
     if extra_info is not None and not isinstance(extra_info, dict):
-        raise wrong(where, config.extra_info_key, extra_info, "an object or nothing")
+        raise wrong(config.extra_info_key, extra_info, "an object or nothing")
     for key, value in ((config.ground_truth_key, ground_truth), (config.extra_info_key, extra_info)):
-        _check_sendable(value, where, key)
-    prompt = prompt_of(column(row, config.prompt_key, where), where, config.prompt_key)
+        _check_sendable(value, key)
+    prompt = prompt_of(column(row, config.prompt_key), config.prompt_key)
     return Example(prompt, data_source, ground_truth, extra_info or {})
 
 
-def _check_sendable(value: Any, where: str, key: str) -> None:
+def _check_sendable(value: Any, key: str) -> None:
     """Raise BadRow for a value that cannot be sent to another process."""
     if isinstance(value, dict | list):
         for name, part in value.items() if isinstance(value, dict) else enumerate(value):
-            _check_sendable(part, where, f"{key}.{name}" if isinstance(value, dict) else f"{key}[{name}]")
+            _check_sendable(part, f"{key}.{name}" if isinstance(value, dict) else f"{key}[{name}]")
     elif not isinstance(value, str | int | float | None):
-        raise wrong(where, key, value, "text, a number, true, false, null, or lists and objects of these")
+        raise wrong(key, value, "text, a number, true, false, null, or lists and objects of these")
 
 
-def _missing_columns(row: dict[str, Any], where: str, missing: dict[str, str], names: Collection[str]) -> BadRow:
+def _missing_columns(row: Row, missing: dict[str, str], names: Collection[str]) -> BadRow:
     unused_columns = [column for column in map(str, row) if column not in names]
     named = []
     for key, name in missing.items():
@@ -81,7 +93,7 @@ def _missing_columns(row: dict[str, Any], where: str, missing: dict[str, str], n
         named.append(f"{key}={candidates[0]}")
     problem = f"is no column {name!r}" if len(missing) == 1 else f"are no columns {', '.join(map(repr, missing.values()))}"
     has = ", ".join(sorted(map(str, row))) or "no columns"
-    return BadRow(f"{where}: there {problem}. The row has {has}: name them, as {' '.join(named)}")
+    return BadRow(f"there {problem}. The row has {has}: name them, as {' '.join(named)}")
 
 
 _USUAL = {
@@ -92,7 +104,7 @@ _RULES = (("####", "gsm8k"), ("\\boxed", "math"))
 """Marks before the answer in a solution, and the rule that finds it."""
 
 
-def column(row: dict[str, Any], key: str, where: str, optional: bool = False) -> Any:
+def column(row: Row, key: str, optional: bool = False) -> Any:
     """A column called as the whole dotted path is taken first."""
     if key in row:
         return row[key]
@@ -103,72 +115,72 @@ def column(row: dict[str, Any], key: str, where: str, optional: bool = False) ->
         if not isinstance(value, dict):
             if optional and value is None:
                 return None
-            raise wrong(where, path, value, f"an object with {part}")
+            raise wrong(path, value, f"an object with {part}")
         if part not in value:
             if optional:
                 return None
             names = sorted(map(str, value))
             listed = ", ".join(names) or "no columns"
             if number == 0:
-                raise BadRow(f"{where}: there is no column {part!r}.{did_you_mean(part, names, most=5)} The row has {listed}")
-            raise BadRow(f"{where}: column {path!r} has no {part}; it has {listed}")
+                raise BadRow(f"there is no column {part!r}.{did_you_mean(part, names, most=5)} The row has {listed}")
+            raise BadRow(f"column {path!r} has no {part}; it has {listed}")
         value = value[part]
     return value
 
 
-def prompt_of(value: Any, where: str, key: str) -> Asked:
+def prompt_of(value: Any, key: str) -> Asked:
     if isinstance(value, str) and value:
         return value
     if not isinstance(value, list) or not value:
-        raise wrong(where, key, value, "a list of {role, content} messages, or a non-empty string")
-    return messages_of(value, where, key)
+        raise wrong(key, value, "a list of {role, content} messages, or a non-empty string")
+    return messages_of(value, key)
 
 
-def messages_of(value: Any, where: str, key: str) -> list[Message]:
+def messages_of(value: Any, key: str) -> list[Message]:
     """Without empty parts; arguments of tool calls that are JSON text are parsed."""
     if not isinstance(value, list) or not value:
-        raise wrong(where, key, value, "a list of {role, content} messages")
+        raise wrong(key, value, "a list of {role, content} messages")
     messages = []
     for number, entry in enumerate(value):
-        expect(entry, dict, where, f"{key}[{number}]", "a message {role, content}")
+        expect(entry, dict, f"{key}[{number}]", "a message {role, content}")
         # Tables have every part in every message.
         message = {part: content for part, content in entry.items() if content is not None}
         if calls := message.get("tool_calls"):
-            message = {"content": ""} | message | {"tool_calls": _calls_of(calls, where, f"{key}[{number}].tool_calls")}
+            message = {"content": ""} | message | {"tool_calls": _calls_of(calls, f"{key}[{number}].tool_calls")}
         for part in ("role", "content"):
-            expect(message.get(part), str, where, f"{key}[{number}].{part}", "a string")
+            expect(message.get(part), str, f"{key}[{number}].{part}", "a string")
         messages.append(message)
     return messages
 
 
-def _calls_of(calls: Any, where: str, key: str) -> list[dict[str, Any]]:
-    expect(calls, list, where, key, "a list of calls {function: {name, arguments}}")
+def _calls_of(calls: Any, key: str) -> list[Call]:
+    expect(calls, list, key, "a list of calls {function: {name, arguments}}")
     parsed = []
     for number, call in enumerate(calls):
-        expect(call, dict, where, f"{key}[{number}]", "a call {function: {name, arguments}}")
+        expect(call, dict, f"{key}[{number}]", "a call {function: {name, arguments}}")
         function = call.get("function", call)
-        expect(function, dict, where, f"{key}[{number}].function", "an object {name, arguments}")
-        expect(function.get("name"), str, where, f"{key}[{number}].function.name", "a string")
+        expect(function, dict, f"{key}[{number}].function", "an object {name, arguments}")
+        expect(function.get("name"), str, f"{key}[{number}].function.name", "a string")
         if "arguments" in function:
-            arguments = from_json(function["arguments"], where, f"{key}[{number}].function.arguments")
+            arguments = from_json(function["arguments"], f"{key}[{number}].function.arguments")
             call = changed_call(call, arguments=arguments)
         parsed.append(call)
     return parsed
 
 
-def changed_call(call: dict[str, Any], **parts: Any) -> dict[str, Any]:
+def changed_call(call: Call, **parts: Any) -> Call:
     """Return a tool's call with other parts of its function, which stands in `function` or is the call itself."""
     return call | {"function": call["function"] | parts} if "function" in call else call | parts
 
 
-def from_json(value: Any, where: str, key: str) -> Any:
+def from_json(value: Any, key: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
         parsed = json.loads(value or "{}")
     except (ValueError, RecursionError) as error:
-        raise wrong(where, key, value, f"an object, or the JSON text of one ({error})") from error
-    check_values(parsed, where, key)
+        raise wrong(key, value, f"an object, or the JSON text of one ({error})") from error
+    check_values(parsed, key)
     return parsed
 
 
@@ -206,59 +218,57 @@ class NotJson:
         self.found, self.advice = found, advice
 
 
-def check_row(row: dict[str, Any], where: str) -> None:
-    check_values(row, where)
+def check_row(row: Row) -> None:
+    check_values(row)
     for name in ("images", "videos"):
         if row.get(name):
-            raise BadRow(
-                f"{where}: column {name!r} is not empty, and models are trained on text alone here; expected rows without it"
-            )
+            raise BadRow(f"column {name!r} is not empty, and models are trained on text alone here; expected rows without it")
 
 
-def check_values(value: Any, where: str, column: str = "", depth: int = 0) -> None:
+def check_values(value: Any, column: str = "", depth: int = 0) -> None:
     """Raise BadRow for lone surrogates, NUL, infinity, deep nesting, a huge text."""
     if isinstance(value, str):
-        _check_text(value, where, column)
+        _check_text(value, column)
     elif isinstance(value, NotJson):
-        raise BadRow(f"{where}: broken JSON: {value.found}, in column {column!r}; {value.advice}")
+        raise BadRow(f"broken JSON: {value.found}, in column {column!r}; {value.advice}")
     elif isinstance(value, float):
         if not math.isfinite(value):
-            raise BadRow(f"{where}: column {column!r} is {value} (float); expected a finite number")
+            raise BadRow(f"column {column!r} is {value} (float); expected a finite number")
     elif isinstance(value, (dict, list)):
         if depth == DEEPEST_ROW:
-            raise BadRow(f"{where}: column {column[:40]!r}... is nested deeper than {DEEPEST_ROW} lists and objects")
+            raise BadRow(f"column {column[:40]!r}... is nested deeper than {DEEPEST_ROW} lists and objects")
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in items:
             if isinstance(key, str):
-                _check_text(key, where, column or "(its name)")
+                _check_text(key, column or "(its name)")
             inside = f"{column}[{key}]" if isinstance(value, list) else f"{column}.{key}" if column else str(key)
-            check_values(item, where, inside, depth + 1)
+            check_values(item, inside, depth + 1)
 
 
-def _check_text(text: str, where: str, column: str) -> None:
+def _check_text(text: str, column: str) -> None:
     if len(text) > LARGEST_ROW:
-        raise BadRow(f"{where}: column {column!r} has {len(text)} characters; expected at most {LARGEST_ROW}")
+        raise BadRow(f"column {column!r} has {len(text)} characters; expected at most {LARGEST_ROW}")
     if "\0" in text:
-        raise BadRow(f"{where}: column {column!r} has a NUL character at {text.index(chr(0))}; expected text without")
+        raise BadRow(f"column {column!r} has a NUL character at {text.index(chr(0))}; expected text without")
     if not text.isascii():
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise BadRow(
-                f"{where}: column {column!r} has the lone surrogate \\u{ord(text[error.start]):04x} at {error.start}; "
+                f"column {column!r} has the lone surrogate \\u{ord(text[error.start]):04x} at {error.start}; "
                 "expected whole characters (half of a pair was cut off)"
             ) from error
 
 
-def wrong(where: str, column: str, value: Any, expected: str) -> BadRow:
+def wrong(column: str, value: Any, expected: str) -> BadRow:
     text = repr(value)
     text = text if len(text) <= 80 else text[:77] + "..."
-    return BadRow(f"{where}: column {column!r} is {text} ({type(value).__name__}); expected {expected}")
+    return BadRow(f"column {column!r} is {text} ({type(value).__name__}); expected {expected}")
 
 
-def expect(value: Any, kind: type | tuple[type, ...], where: str, column: str, expected: str) -> None:
+def expect(value: Any, kind: type | tuple[type, ...], column: str, expected: str) -> None:
     if not isinstance(value, kind):
-        raise wrong(where, column, value, expected)
+        raise wrong(column, value, expected)
 
 
 def shared_length(left: Sequence[Any], right: Sequence[Any]) -> int:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.machine import CORES, DEVICES, Device, named
 from grpo_rl.plan.memory import GIB, adapter_params, fit_of, size_of_role
 from grpo_rl.plan.model_folder import ModelSize
-from grpo_rl.run_files import read_json
+from grpo_rl.run_files import read_json, write_whole
 from grpo_rl.source_code import digest, user_sources
 from grpo_rl.telemetry.metrics.grades import PREDICTED, measured
 from grpo_rl.types import Metrics
@@ -470,10 +469,8 @@ def learn(plan: Plan, runs: Path, records: list[dict[str, float]]) -> None:
     fitted = dataclasses.replace(fitted, factors=factors | {"other": max(0.0, seconds["timing_s/step"] - without.total)})
     if plan.config.actor_rollout_ref.rollout.ignore_eos:  # forced lengths
         fitted = dataclasses.replace(fitted, response=MEAN_SHARE, spread=SPREAD)
-    temporary = runs / f"{FILE}.{os.getpid()}"
     learnt = _read(runs) | {_machine(plan): dataclasses.asdict(fitted)}
-    temporary.write_text(json.dumps(learnt, indent=1), encoding="utf-8")
-    temporary.replace(runs / FILE)
+    write_whole(runs / FILE, json.dumps(learnt, indent=1))
 
 
 def _machine(plan: Plan) -> str:

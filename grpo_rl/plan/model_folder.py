@@ -22,6 +22,7 @@ from grpo_rl.models.builtin import PREFIX, get_builtin
 from grpo_rl.models.experts import FAMILIES
 from grpo_rl.models.load import SCALED_LOGITS, refuse_other_head
 
+Settings = dict[str, Any]  # of a config.json
 _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 _PATH = f"{_MODEL}.path"
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -130,7 +131,7 @@ def check_adapters(config: Config) -> None:
     lora.add_adapters(load_lm(model.path, AutoConfig.for_model(**settings), on_meta=True), model)
 
 
-def policy_settings(config: Config) -> dict[str, Any] | None:
+def policy_settings(config: Config) -> Settings | None:
     """Return config.json with override_config applied; None for an unknown embedded model. Raises ConfigError
     if it cannot be read, for a family that transformers lacks, and for a wrong override."""
     model = config.actor_rollout_ref.model
@@ -165,7 +166,7 @@ def policy_settings(config: Config) -> dict[str, Any] | None:
     return dict(loaded.to_dict())
 
 
-def _read_config(folder: Path, key: str = _PATH) -> dict[str, Any]:
+def _read_config(folder: Path, key: str = _PATH) -> Settings:
     where = f"{key}={folder}: config.json"
     if folder.is_dir() and (special := _special(folder)):
         raise ConfigError(f"{key}={folder}: {special} is no regular file")
@@ -185,7 +186,7 @@ def _special(folder: Path) -> str:
     return next((path.name for path in sorted(folder.iterdir()) if path.exists() and not (path.is_file() or path.is_dir())), "")
 
 
-def _is_plain(settings: dict[str, Any]) -> bool:
+def _is_plain(settings: Settings) -> bool:
     """Return whether transformers has this causal model's family, without loading transformers."""
     family, names = settings.get("model_type"), settings.get("architectures")
     transformers = importlib.util.find_spec("transformers")
@@ -229,11 +230,11 @@ def _broken_files(folder: Path, key: str = _PATH) -> Iterator[str]:
             yield f"{key}={folder}: {name}, which {file.name} names, is missing"
 
 
-def _dropouts(settings: dict[str, Any]) -> dict[str, float]:
+def _dropouts(settings: Settings) -> dict[str, float]:
     return {name: value for name, value in settings.items() if "drop" in name and isinstance(value, float) and value > 0}
 
 
-def with_shared_prompts(config: Config, settings: dict[str, Any] | None) -> Config:
+def with_shared_prompts(config: Config, settings: Settings | None) -> Config:
     """Decide `use_prefix_grouper`: true, unless the model drops at random."""
     if config.actor_rollout_ref.actor.use_prefix_grouper is not None:
         return config
@@ -241,7 +242,7 @@ def with_shared_prompts(config: Config, settings: dict[str, Any] | None) -> Conf
     return decided
 
 
-def _engine_refuses(config: Config, machine: Machine, settings: dict[str, Any]) -> Iterator[str]:
+def _engine_refuses(config: Config, machine: Machine, settings: Settings) -> Iterator[str]:
     """Yield what vLLM would refuse after a start of most of a minute."""
     rollout = config.actor_rollout_ref.rollout
     if not samples_answers(config):
@@ -276,7 +277,7 @@ def _engine_refuses(config: Config, machine: Machine, settings: dict[str, Any]) 
         )
 
 
-def positions_of(text: dict[str, Any]) -> tuple[str, int] | None:
+def positions_of(text: Settings) -> tuple[str, int] | None:
     """Return name and value of the setting that bounds a sequence; None if uncertain, as with scaled rotary
     embeddings. The smallest of those that vLLM reads (vLLM 0.32,
     ModelArchConfigConvertorBase.derive_max_model_len_and_key)."""
@@ -297,7 +298,7 @@ def model_size(path: str) -> ModelSize | None:
         return _from_settings(_builtin_settings(path), None)
     folder = Path(path).expanduser()
     try:
-        settings: dict[str, Any] | None = _read_config(folder)
+        settings: Settings | None = _read_config(folder)
     except ConfigError:
         settings = None if folder.is_dir() else known_settings(path)
     return None if settings is None else _from_settings(settings.get("text_config") or settings, stored_params(folder))
@@ -326,13 +327,13 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
     return header, 8 + length
 
 
-def _builtin_settings(path: str) -> dict[str, Any]:
+def _builtin_settings(path: str) -> Settings:
     model = get_builtin(path)
     sizes = {name: getattr(model, name) for name in model.__slots__}
     return sizes | {"model_type": model.model_type, "tie_word_embeddings": True}
 
 
-def _from_settings(config: dict[str, Any], num_params: int | None) -> ModelSize | None:
+def _from_settings(config: Settings, num_params: int | None) -> ModelSize | None:
     family = str(config.get("model_type", "?"))
     experts = config.get("num_experts") or config.get("num_local_experts") or 0
     try:
@@ -359,7 +360,7 @@ def _from_settings(config: dict[str, Any], num_params: int | None) -> ModelSize 
     return None if num_params is None else replace(size, num_params=num_params)
 
 
-def _counted_params(size: ModelSize, config: dict[str, Any]) -> int | None:
+def _counted_params(size: ModelSize, config: Settings) -> int | None:
     """Count a known family's parameters: attention, gated MLP or experts with router, norms, embeddings."""
     if size.architecture not in ARCHITECTURES:
         return None
@@ -390,7 +391,7 @@ _OWN_POSITIONS = ("gpt2", "gptj", "opt", "bloom", "mpt", "codegen", "gpt_bigcode
 """Layers not in a list `layers`, or positions as a bias of attention (ALiBi)."""
 
 
-def _training_refuses(config: Config, settings: dict[str, Any]) -> Iterator[str]:
+def _training_refuses(config: Config, settings: Settings) -> Iterator[str]:
     """Yield what keeps a policy with this config.json from being trained as configured."""
     parts = config.actor_rollout_ref
     actor, path, text = parts.actor, f"{_PATH}={parts.model.path}", settings.get("text_config") or settings
@@ -481,7 +482,7 @@ KNOWN = {pattern: row[1:] for row in _ROWS for pattern in row[0].split(",")}
 """Family and sizes by name; `*` if more may follow."""
 
 
-def known_settings(name: str) -> dict[str, Any] | None:
+def known_settings(name: str) -> Settings | None:
     """Return a hub model's sizes, named as in config.json; None if it is not in the table. The longest
     fitting entry counts. What follows a size begins with `-`: Qwen3-4B is not part of Qwen3-4Bx."""
     fitting = []
@@ -494,7 +495,7 @@ def known_settings(name: str) -> dict[str, Any] | None:
         return None
     family, *numbers = KNOWN[max(fitting, key=len)]
     sizes = [int(number) for number in numbers]
-    settings: dict[str, Any] = {"model_type": family, "architectures": [ARCHITECTURES[family]]}
+    settings: Settings = {"model_type": family, "architectures": [ARCHITECTURES[family]]}
     if family != "olmo2":  # whose files are float32
         settings["dtype"] = "bfloat16"
     settings |= dict(zip(_COLUMNS, sizes, strict=False))

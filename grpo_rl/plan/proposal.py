@@ -20,6 +20,7 @@ from grpo_rl.plan.decisions import Plan, decide
 from grpo_rl.plan.memory import TIGHT, Fit, engine_need, fit_of, host_bytes, memory_by_role, token_bytes
 from grpo_rl.plan.model_folder import ModelSize
 
+Changes = dict[str, Any]  # values of keys
 A, R, REF, M = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref", "model"))
 MOST_MACHINES = 64
 ENOUGH = 32  # full sequences in a cache: more GPUs per engine are not worth their copies
@@ -27,7 +28,7 @@ ENOUGH = 32  # full sequences in a cache: more GPUs per engine are not worth the
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    changes: dict[str, Any]
+    changes: Changes
     plan: Plan
     fit: Fit
 
@@ -42,7 +43,7 @@ class Proposal:
 def propose(plan: Plan, size: ModelSize) -> Proposal | None:
     """Return the configuration that fits with the fewest and smallest changes."""
     machine, nodes = plan.machine, plan.config.trainer.nnodes
-    machine_changes: dict[str, Any] = {}
+    machine_changes: Changes = {}
     while nodes <= MOST_MACHINES:
         for changes in _by_cost(plan):
             if (proposal := _fitting(plan, size, machine_changes | changes, machine)) is not None:
@@ -61,7 +62,7 @@ LONG_RUN = 50  # steps that are worth minutes of compilation
 ROOMY = 0.8  # share of memory that the plan spends by itself
 
 
-def chosen_by_memory(plan: Plan, size: ModelSize) -> dict[str, Any]:
+def chosen_by_memory(plan: Plan, size: ModelSize) -> Changes:
     """Return values that the configuration leaves to the plan: kept activations and, on GPUs, head chunks."""
     model = plan.config.actor_rollout_ref.model
     if plan.machine.device == "cpu":
@@ -74,7 +75,7 @@ def chosen_by_memory(plan: Plan, size: ModelSize) -> dict[str, Any]:
     return {key: value for key, value in changes.items() if key.removeprefix(f"{M}.") in undecided}
 
 
-def _fits_on_cpus(plan: Plan, size: ModelSize, changes: dict[str, Any]) -> bool:
+def _fits_on_cpus(plan: Plan, size: ModelSize, changes: Changes) -> bool:
     """Return whether all processes fit into this machine's memory; of a cluster, one of each role."""
     tried = decide(replaced(plan.config, changes), plan.machine)
     tried = dataclasses.replace(tried, model=size, memory=memory_by_role(tried, size))
@@ -88,11 +89,11 @@ def propose_faster(plan: Plan, size: ModelSize, share: float = TIGHT) -> Proposa
     if judged is None or not judged.fits or not plan.trains or not plan.role("actor"):
         return None
     chunk = derived.lm_head_chunk(parts.model.lm_head_chunk_tokens, size.vocab)
-    chunks: list[dict[str, Any]] = [{f"{M}.lm_head_chunk_tokens": tokens} for tokens in CHUNKS if tokens > chunk]
-    keeping: list[dict[str, Any]] = []
+    chunks: list[Changes] = [{f"{M}.lm_head_chunk_tokens": tokens} for tokens in CHUNKS if tokens > chunk]
+    keeping: list[Changes] = []
     if parts.model.enable_gradient_checkpointing is not False and not parts.model.enable_activation_offload:
         keeping = [{f"{M}.enable_gradient_checkpointing": False}]
-    compiled: dict[str, Any] = {}
+    compiled: Changes = {}
     steps = plan.sizes.total_steps
     if not parts.actor.fsdp_config.use_torch_compile and not size.experts_per_token and (steps is None or steps >= LONG_RUN):
         compiled = {f"{A}.fsdp_config.use_torch_compile": True}
@@ -104,7 +105,7 @@ def propose_faster(plan: Plan, size: ModelSize, share: float = TIGHT) -> Proposa
     return None
 
 
-def _fitting(plan: Plan, size: ModelSize, changes: dict[str, Any], machine: Machine) -> Proposal | None:
+def _fitting(plan: Plan, size: ModelSize, changes: Changes, machine: Machine) -> Proposal | None:
     """Return these changes with an engine that fits beside them, if any."""
     roomy = None
     for parallel in _engines(plan):
@@ -126,14 +127,14 @@ def _fitting(plan: Plan, size: ModelSize, changes: dict[str, Any], machine: Mach
     return roomy
 
 
-def _tried(plan: Plan, size: ModelSize, changes: dict[str, Any], machine: Machine) -> tuple[Plan, Fit]:
+def _tried(plan: Plan, size: ModelSize, changes: Changes, machine: Machine) -> tuple[Plan, Fit]:
     tried = decide(replaced(plan.config, changes), machine)
     fit = fit_of(tried, size)
     assert fit is not None, "on GPUs whose memory is known"
     return tried, fit
 
 
-def refuses(plan: Plan, changes: dict[str, Any], machine: Machine) -> bool:
+def refuses(plan: Plan, changes: Changes, machine: Machine) -> bool:
     """Return whether rules refuse these changes for more than they refuse now."""
     known_problems = set(check(plan.config, plan.machine))
     return bool(set(check(replaced(plan.config, changes), machine)) - known_problems)
@@ -149,7 +150,7 @@ def _share(plan: Plan, size: ModelSize, fit: Fit) -> float:
     return round(max(0.05, min(int((0.95 - resting / total) * 20) / 20, share)), 2)
 
 
-def _engines(plan: Plan) -> Iterator[dict[str, Any]]:
+def _engines(plan: Plan) -> Iterator[Changes]:
     """Yield the configured engine, then ones over more GPUs of a machine."""
     if plan.engine is None:
         yield {}
@@ -160,14 +161,14 @@ def _engines(plan: Plan) -> Iterator[dict[str, Any]]:
         yield {f"{R}.tensor_model_parallel_size": parallel}
 
 
-def _by_cost(plan: Plan) -> list[dict[str, Any]]:
+def _by_cost(plan: Plan) -> list[Changes]:
     """Return combinations of changes to what ranks hold, the nearest first."""
     combined = itertools.product(*([(0, {}), *option] for option in _options(plan)))
     nearest = sorted(combined, key=lambda choice: sum(cost for cost, _ in choice))
     return [{key: value for _, part in choice for key, value in part.items()} for choice in nearest]
 
 
-def _options(plan: Plan) -> Iterator[list[tuple[float, dict[str, Any]]]]:
+def _options(plan: Plan) -> Iterator[list[tuple[float, Changes]]]:
     """Yield each kind of change as a list, with costs that order by loss of speed."""
     parts = plan.config.actor_rollout_ref
     fsdp, model = parts.actor.fsdp_config, parts.model
@@ -190,14 +191,14 @@ def _options(plan: Plan) -> Iterator[list[tuple[float, dict[str, Any]]]]:
         yield [(4, {**checkpointing, f"{M}.enable_activation_offload": True})]
 
 
-def _smaller_passes(plan: Plan) -> list[tuple[float, dict[str, Any]]]:
+def _smaller_passes(plan: Plan) -> list[tuple[float, Changes]]:
     """Return halves of the configured micro-batch, down to one sequence."""
     rule, actor = plan.passes.update, plan.config.actor_rollout_ref.actor
     key, value, least = "ppo_micro_batch_size_per_gpu", actor.ppo_micro_batch_size_per_gpu or 1, 1
     if rule.max_tokens is not None:
         key, value = "ppo_max_token_len_per_gpu", rule.max_tokens // rule.sequence_ranks
         least = -(-longest_sequence(plan.config) // rule.sequence_ranks)
-    ways: list[tuple[float, dict[str, Any]]] = []
+    ways: list[tuple[float, Changes]] = []
     while value > least:
         value = max(least, value // 2)
         ways.append((len(ways) + 1, {f"{A}.{key}": value}))
@@ -213,7 +214,7 @@ STALENESS = (1, 2, 4)
 @dataclass(frozen=True, slots=True)
 class Division:
     schedule: str
-    changes: dict[str, Any]
+    changes: Changes
     plan: Plan
     time: StepTime
 
@@ -236,7 +237,7 @@ def divisions(plan: Plan, size: ModelSize) -> list[Division]:
         return []
     shared = {"trainer.nnodes": machine.nodes, "trainer.n_gpus_per_node": machine.num_gpus, f"{R}.nnodes": 0}
     splits_apart = list(_splits(machine))
-    runs: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
+    runs: list[tuple[str, Changes, list[Changes]]] = [
         ("sync", {"trainer.schedule": "sync"}, [shared]),
         ("sync, apart", {"trainer.schedule": "sync"}, splits_apart),
         ("one_step_off", {"trainer.schedule": "one_step_off"}, splits_apart),
@@ -252,7 +253,7 @@ def divisions(plan: Plan, size: ModelSize) -> list[Division]:
     return best
 
 
-def _splits(machine: Machine) -> Iterator[dict[str, Any]]:
+def _splits(machine: Machine) -> Iterator[Changes]:
     """Yield keys that give part of the machines, or of one machine's GPUs, to engines."""
     parts = machine.nodes if machine.nodes > 1 else machine.num_gpus
     for share in sorted({round(parts * place / MOST_DIVISIONS) for place in range(1, MOST_DIVISIONS)} - {0, parts}):
@@ -263,7 +264,7 @@ def _splits(machine: Machine) -> Iterator[dict[str, Any]]:
             yield {"trainer.n_gpus_per_node": parts - share, f"{R}.nnodes": 1, f"{R}.n_gpus_per_node": share}
 
 
-def _divided(plan: Plan, size: ModelSize, name: str, changes: dict[str, Any]) -> Division | None:
+def _divided(plan: Plan, size: ModelSize, name: str, changes: Changes) -> Division | None:
     """Return the run of these keys; None if it is refused or does not fit."""
     if refuses(plan, changes, plan.machine):
         return None

@@ -544,30 +544,19 @@ def _fit(plan: Plan, judged: Fit | None, instead: Proposal | None) -> Rows:
     tight = judged.tightest
     state = "yes, tightly" if judged.fits and tight.used > TIGHT else "yes" if judged.fits else "no"
     yield "fits", f"{state}: {tight.what} takes {gib(tight.needed)} of {gib(tight.there)} (estimated, not run)"
-    for line in table(plan, judged):
-        yield TABLE, line
+    yield from ((TABLE, line) for line in table(plan, judged))
     if plan.engine is not None:
         yield "cache", f"{judged.cache_tokens:,} tokens for each engine, {judged.cache_sequences:.3g} sequences of full length"
     if judged.fits:
-        yield from _faster(plan)
-        return
-    if instead is None:
-        yield "instead", f"no configuration was found that fits, on up to {MOST_MACHINES} machines"
-        return
-    used = instead.fit.tightest
-    yield "instead", f"this fits ({used.what} takes {used.used:.0%} of its memory); add to the command:"
-    for word in instead.words():
-        yield TABLE, word
-
-
-def _faster(plan: Plan) -> Rows:
-    faster = propose_faster(plan, plan.model) if plan.model is not None else None
-    if faster is None:
-        return
-    used = faster.fit.tightest
-    yield "faster", f"free memory can shorten the update ({used.what} takes {used.used:.0%} of it then); add to the command:"
-    for word in faster.words():
-        yield TABLE, word
+        proposal, label, what = propose_faster(plan, plan.model), "faster", "free memory can shorten the update"
+    else:
+        proposal, label, what = instead, "instead", "this fits"
+    if proposal is not None:
+        used = proposal.fit.tightest
+        yield label, f"{what} ({used.what} takes {used.used:.0%} of its memory); add to the command:"
+        yield from ((TABLE, word) for word in proposal.words())
+    elif not judged.fits:
+        yield label, f"no configuration was found that fits, on up to {MOST_MACHINES} machines"
 
 
 def _time(plan: Plan) -> Rows:
@@ -595,9 +584,7 @@ def _schedules(plan: Plan) -> Rows:
     fitting = divisions(plan, plan.model) if plan.model is not None else []
     if not fitting:
         return
-    yield TABLE, HEAD
-    for division in fitting:
-        yield TABLE, division.line()
+    yield from ((TABLE, line) for line in (HEAD, *(division.line() for division in fitting)))
     fastest = min(fitting, key=lambda division: division.time.total)
     words = " ".join(f"{key}={show(value)}" for key, value in fastest.changes.items())
     yield "fastest", f"{fastest.schedule}: {words}"

@@ -24,7 +24,7 @@ from rich.text import Text
 from grpo_rl.arguments import Arguments
 from grpo_rl.config.compose import compose
 from grpo_rl.config.schema.tree import DataConfig, RewardConfig
-from grpo_rl.data.rows import column, wrong
+from grpo_rl.data.rows import at, column, wrong
 from grpo_rl.data.sources.locate import open_source
 from grpo_rl.data.sources.source import Joined
 from grpo_rl.errors import ConfigError, GrpoRlError, RewardError
@@ -129,20 +129,25 @@ def read_rows(names: Sequence[str], count: int, response: str | None, data: Data
     """`response` names the responses' column. Raises DataError, naming the file, the row and the column."""
     source = Joined("the data", [open_source(name) for name in names])
     places = range(min(count, len(source)))
-    return [_row(place, source.where(place), source.row(place), response, data, functions) for place in places]
+    rows = []
+    for place in places:
+        row = source.row(place)
+        with at(source.where(place)):
+            rows.append(_row(place, row, response, data, functions))
+    return rows
 
 
-def _row(place: int, where: str, row: dict[str, Any], response: str | None, data: DataConfig, functions: Sequence[str]) -> Row:
+def _row(place: int, row: dict[str, Any], response: str | None, data: DataConfig, functions: Sequence[str]) -> Row:
     # The prompt is not looked at: a file with responses needs none.
     source = data.data_source or str(row.get(data.reward_fn_key, ""))
-    gold, extra = column(row, data.ground_truth_key, where), column(row, data.extra_info_key, where, optional=True)
+    gold, extra = column(row, data.ground_truth_key), column(row, data.extra_info_key, optional=True)
     extra_info = dict(extra) if isinstance(extra, Mapping) else {}
     if response is None and "response" not in row:
         marked = all(reads_marks(name, source) for name in functions)
         return Row(place, source, gold, extra_info, right_responses(row, source, gold, extra_info, marked_only=marked))
-    text = column(row, response or "response", where)
+    text = column(row, response or "response")
     if not isinstance(text, str):
-        raise wrong(where, response or "response", text, "text")
+        raise wrong(response or "response", text, "text")
     return Row(place, source, gold, extra_info, {}, text)
 
 

@@ -56,20 +56,20 @@ def test_messages_pairs_and_answers_of_tools_cannot_write_control_tokens(tokeniz
 
     def prompt(text):
         row = [{"role": "user", "content": text}]
-        return renderer.tokenize([row], [renderer.render(row, "here")])[0]
+        return renderer.tokenize([row], [renderer.render(row)])[0]
 
     def plain_prompt(text):
         row = text
-        return renderer.tokenize([row], [renderer.render(row, "here")])[0]
+        return renderer.tokenize([row], [renderer.render(row)])[0]
 
     def learnt(text):
         messages = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
-        by_growth, by_marks = learn(Chat(messages), "here"), learn_marked(Chat(messages), "here")
+        by_growth, by_marks = learn(Chat(messages)), learn_marked(Chat(messages))
         assert controls(tokenizer, by_marks.token_ids[by_marks.positions]) == [tokenizer.eos_token_id]
         return by_growth.token_ids
 
     def pair(texts):
-        return lambda text: tokenized_pair((texts(text), text, "no", None), renderer, "here").chosen_ids
+        return lambda text: tokenized_pair((texts(text), text, "no", None), renderer).chosen_ids
 
     def observed(text):
         return deltas.between([{"role": "user", "content": text}], ended=True).token_ids
@@ -99,7 +99,7 @@ def test_text_around_a_control_word_has_the_tokens_of_the_template_around_it(tok
 def test_rows_that_mean_it_have_control_tokens_and_what_an_environment_says_never_has(tokenizer):
     renderer = Renderer(DataConfig(control_tokens_in_text=True), tokenizer)
     row = f"a{tokenizer.eos_token}b"
-    assert tokenizer.eos_token_id in renderer.tokenize([row], [renderer.render(row, "here")])[0]
+    assert tokenizer.eos_token_id in renderer.tokenize([row], [renderer.render(row)])[0]
     deltas = ChatDeltas(renderer, tokenizer, frozenset())
     shown = deltas.between([{"role": "user", "content": tokenizer.eos_token}], ended=False, plain=True)
     assert tokenizer.eos_token_id not in np.asarray(shown.token_ids)
@@ -121,7 +121,7 @@ def test_words_that_are_not_called_special_are_control_words_where_the_template_
     renderer = Renderer(DataConfig(chat_template=template), own)
     text = "1".join(turns + others)
     row = [{"role": "user", "content": text}]
-    found = list(renderer.tokenize([row], [renderer.render(row, "here")])[0])
+    found = list(renderer.tokenize([row], [renderer.render(row)])[0])
     assert [one for one in found if one in ids.values()] == [ids[word] for word in (turns[0], *others)]
     shown = ChatDeltas(renderer, own, frozenset([own.eos_token_id])).between([{"role": "tool", "content": text}], ended=True)
     assert not {ids[word] for word in turns[1:]} & set(np.asarray(shown.token_ids).tolist())

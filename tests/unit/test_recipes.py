@@ -38,7 +38,7 @@ def test_episodes_of_a_recipe_can_be_rendered_for_its_embedded_model(recipe: str
     tokenizer = build_tokenizer(get_builtin(path.removeprefix("builtin:")).vocab_size)
     setup.check(tokenizer)
     renderer = Renderer(setup.data(tokenizer), tokenizer)
-    assert renderer.render([{"role": "user", "content": "1+2="}], "row 0").endswith("<|assistant|>")
+    assert renderer.render([{"role": "user", "content": "1+2="}]).endswith("<|assistant|>")
 
 
 @pytest.mark.parametrize("recipe", known_recipes())

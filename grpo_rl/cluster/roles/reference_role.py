@@ -16,6 +16,7 @@ from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.algorithm import TeacherConfig
 from grpo_rl.data.collate import collate
 from grpo_rl.data.prompts import Renderer
+from grpo_rl.data.rows import at
 from grpo_rl.errors import DataError
 from grpo_rl.types import Batch, Metrics, Prompt, Rollout
 
@@ -150,7 +151,8 @@ class TeacherRole:
                 {"role": "system", "content": text},
                 *(later_messages if first["role"] == "system" else prompt.messages),
             ]
-        rendered_text = self.renderer.render(teacher_prompt, f"the teacher's context of prompt {prompt.uid}")
+        with at(f"the teacher's context of prompt {prompt.uid}"):
+            rendered_text = self.renderer.render(teacher_prompt)
         return replace(
             prompt, token_ids=np.asarray(self.renderer.tokenize([teacher_prompt], [rendered_text])[0], dtype=np.int32)
         )

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from grpo_rl.data.rows import LARGEST_ROW, BadRow, NotJson
+from grpo_rl.data.rows import LARGEST_ROW, BadRow, NotJson, Row
 from grpo_rl.data.sources.source import Rows, RowSource
 from grpo_rl.errors import DataError
 
@@ -37,7 +37,7 @@ class JsonLines(RowSource):
     def where(self, index: int) -> str:
         return f"{self.name}, line {self._numbers[index] if self._numbers is not None else index + 1}"
 
-    def row(self, index: int) -> dict[str, Any]:
+    def row(self, index: int) -> Row:
         start, size = self._starts[index], self._ends[index] - self._starts[index]
         where = self.where(index)
         if size > LARGEST_ROW:
@@ -63,7 +63,7 @@ def open_json(name: str, path: Path, most_bytes: int | None = None) -> RowSource
     return Rows(name, _parsed(os.pread(file.fileno(), size, 0), lambda line: f"{name}, line {line}"), size)
 
 
-def parse_row(data: bytes, where: str, start: int = 0) -> dict[str, Any]:
+def parse_row(data: bytes, where: str, start: int = 0) -> Row:
     """`start` is the line's place in the file."""
     row = _parsed(data, lambda line: where, start)
     if not isinstance(row, dict):
@@ -116,7 +116,7 @@ def _index(file: IO[bytes], most_bytes: int) -> tuple[array[int], array[int], ar
     return starts, ends, numbers if numbers and numbers[-1] > len(numbers) else None
 
 
-def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _pairs(pairs: list[tuple[str, Any]]) -> Row:
     row = dict(pairs)
     if len(row) < len(pairs):
         seen: set[str] = set()

@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_rl import hub
 from grpo_rl.config.schema.tree import DataConfig
-from grpo_rl.data.rows import BadRow, example, irregular
+from grpo_rl.data.rows import BadRow, Row, at, example, irregular
 from grpo_rl.data.sources.jsonl import first_line, open_json
 from grpo_rl.data.sources.source import Joined, Rows, RowSource, UserRows, split_options
 from grpo_rl.data.tasks.registry import PREFIX as TASK_PREFIX
@@ -130,7 +130,7 @@ def _from_hub(name: str) -> RowSource:
     return Table(name, rows.with_format("arrow")[:])
 
 
-def check_data_files(config: DataConfig, read: Callable[[dict[str, Any], str, DataConfig], Any] = example) -> list[str]:
+def check_data_files(config: DataConfig, read: Callable[[Row, DataConfig], Any] = example) -> list[str]:
     """Problems of the data files, each with the file and its line or row.
 
     Of each file the first rows are read; `read` checks one and raises BadRow. Bad rows are ten lines at most,
@@ -147,7 +147,9 @@ def check_data_files(config: DataConfig, read: Callable[[dict[str, Any], str, Da
                 for index in range(min(len(head), FIRST_ROWS)):
                     where = head.where(index)
                     try:
-                        read(head.row(index), where, config)
+                        row = head.row(index)
+                        with at(where):
+                            read(row, config)
                     except BadRow as error:
                         bad_rows.setdefault(head.name + str(error).removeprefix(where), str(error))
         except (DataError, ConfigError) as error:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from grpo_rl.config.schema.tree import DataConfig
-from grpo_rl.data.rows import BadRow, plain
+from grpo_rl.data.rows import BadRow, Row, plain
 from grpo_rl.errors import ConfigError, DataError, raised_in
 from grpo_rl.registry import calling_user_function, load_function
 
@@ -32,7 +32,7 @@ class RowSource(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def row(self, index: int) -> dict[str, Any]:
+    def row(self, index: int) -> Row:
         """Raises BadRow, with its place."""
 
     def where(self, index: int) -> str:
@@ -50,7 +50,7 @@ class Rows(RowSource):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def row(self, index: int) -> dict[str, Any]:
+    def row(self, index: int) -> Row:
         row = self._rows[index]
         if not isinstance(row, dict):
             raise BadRow(f"{self.where(index)}: expected an object with the row's columns, found {type(row).__name__}")
@@ -60,7 +60,7 @@ class Rows(RowSource):
 class UserRows(Rows):
     """Whatever a user's own code raises is a BadRow."""
 
-    def row(self, index: int) -> dict[str, Any]:
+    def row(self, index: int) -> Row:
         try:
             return super().row(index)
         except DataError:
@@ -98,7 +98,7 @@ class Joined(RowSource):
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def row(self, index: int) -> dict[str, Any]:
+    def row(self, index: int) -> Row:
         part, inside = self._place(index)
         return part.row(inside)
 

@@ -15,7 +15,7 @@ import pyarrow
 import pyarrow.csv
 import pyarrow.parquet
 
-from grpo_rl.data.rows import LARGEST_ROW, BadRow, plain
+from grpo_rl.data.rows import LARGEST_ROW, BadRow, Row, plain
 from grpo_rl.data.sources.jsonl import first_line
 from grpo_rl.data.sources.source import RowSource
 from grpo_rl.errors import DataError
@@ -33,7 +33,7 @@ class Table(RowSource):
     def __len__(self) -> int:
         return int(self._table.num_rows)
 
-    def row(self, index: int) -> dict[str, Any]:
+    def row(self, index: int) -> Row:
         row, where = {}, self.where(index)
         for column, values in zip(self._table.column_names, self._table.columns, strict=True):
             try:

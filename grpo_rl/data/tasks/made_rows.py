@@ -6,10 +6,10 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 
+from grpo_rl.data.rows import Row
 from grpo_rl.errors import ConfigError
 from grpo_rl.registry import out_of_bounds
 
-Row = dict[str, Any]
 VALIDATION_SHARE = 5
 
 

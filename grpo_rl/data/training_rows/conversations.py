@@ -19,7 +19,19 @@ from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.control_words import unmarked
 from grpo_rl.data.prompts import Renderer, truncate
 from grpo_rl.data.row_set import TrainingSet, batch_of_sequences
-from grpo_rl.data.rows import BadRow, check_row, column, from_json, messages_of, prompt_of, shared_length, wrong
+from grpo_rl.data.rows import (
+    BadRow,
+    Message,
+    Row,
+    at,
+    check_row,
+    column,
+    from_json,
+    messages_of,
+    prompt_of,
+    shared_length,
+    wrong,
+)
 from grpo_rl.data.tasks.registry import task_rows
 from grpo_rl.types import Batch
 
@@ -31,7 +43,7 @@ _OF_ROLLOUTS = ("prompt_length", "response_length", "finish_reason")
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    messages: list[dict[str, Any]]
+    messages: list[Message]
     options: dict[str, Any] = field(default_factory=dict)
     """The row's own arguments of the chat template: `tools`, `enable_thinking`."""
     of_strings: bool = False
@@ -59,50 +71,48 @@ class Demonstration:
     """int64 [trained tokens]: places in `token_ids`, ascending, none of them 0."""
 
 
-def conversation(row: dict[str, Any], where: str, config: DataConfig) -> Chat | Rendered:
-    check_row(row, where)
+def conversation(row: Row, config: DataConfig) -> Chat | Rendered:
+    check_row(row)
     if config.messages_key in row:
-        return Chat(_messages(row[config.messages_key], where, config.messages_key), _options(row, where, config))
+        return Chat(_messages(row[config.messages_key], config.messages_key), _options(row, config))
     try:
-        prompt, response = column(row, config.prompt_key, where), column(row, config.response_key, where)
+        prompt, response = column(row, config.prompt_key), column(row, config.response_key)
     except BadRow as error:
         raise BadRow(f"{error}. A row to learn from has {config.messages_key!r}, or a prompt and a response: "
                      "data.messages_key, or data.prompt_key and data.response_key") from None  # fmt: skip
     if not isinstance(response, str) or not response.strip():
-        raise wrong(where, config.response_key, response, "the answer to learn, a string that is not empty")
-    prompt = prompt_of(prompt, where, config.prompt_key)
+        raise wrong(config.response_key, response, "the answer to learn, a string that is not empty")
+    prompt = prompt_of(prompt, config.prompt_key)
     if isinstance(prompt, str) and all(name in row for name in _OF_ROLLOUTS):
         return Rendered(prompt, response, int(row["prompt_length"]), row["finish_reason"] == "stop", row.get("token_ids"))
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    messages = _messages([*turns, {"role": ASSISTANT, "content": response}], where, config.prompt_key)
-    return Chat(messages, _options(row, where, config), of_strings=isinstance(prompt, str))
+    messages = _messages([*turns, {"role": ASSISTANT, "content": response}], config.prompt_key)
+    return Chat(messages, _options(row, config), of_strings=isinstance(prompt, str))
 
 
-def _messages(value: Any, where: str, key: str) -> list[dict[str, Any]]:
-    messages = messages_of(value, where, key)
+def _messages(value: Any, key: str) -> list[Message]:
+    messages = messages_of(value, key)
     for number, message in enumerate(messages):
         if message["role"] == ASSISTANT and not message["content"].strip() and not message.get("tool_calls"):
-            raise wrong(
-                where, f"{key}[{number}].content", message["content"], "the answer to learn, a string that is not empty"
-            )
+            raise wrong(f"{key}[{number}].content", message["content"], "the answer to learn, a string that is not empty")
     if messages[0]["role"] == ASSISTANT:
-        raise BadRow(f"{where}: column {key!r} begins with the assistant's turn; expected a message that it answers before it")
+        raise BadRow(f"column {key!r} begins with the assistant's turn; expected a message that it answers before it")
     if all(message["role"] != ASSISTANT for message in messages):
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-        raise BadRow(f"{where}: column {key!r} has no assistant turn to learn, only {roles}")
+        raise BadRow(f"column {key!r} has no assistant turn to learn, only {roles}")
     return messages
 
 
-def _options(row: dict[str, Any], where: str, config: DataConfig) -> dict[str, Any]:
+def _options(row: Row, config: DataConfig) -> dict[str, Any]:
     options: dict[str, Any] = {}
-    tools = from_json(column(row, config.tools_key, where, optional=True) or None, where, config.tools_key)
+    tools = from_json(column(row, config.tools_key, optional=True) or None, config.tools_key)
     if tools is not None and not isinstance(tools, list):
-        raise wrong(where, config.tools_key, tools, "a list of tools, or nothing")
+        raise wrong(config.tools_key, tools, "a list of tools, or nothing")
     if tools:
         options["tools"] = tools
-    thinking = column(row, config.enable_thinking_key, where, optional=True)
+    thinking = column(row, config.enable_thinking_key, optional=True)
     if thinking is not None and not isinstance(thinking, bool):
-        raise wrong(where, config.enable_thinking_key, thinking, "true, false or nothing")
+        raise wrong(config.enable_thinking_key, thinking, "true, false or nothing")
     return options if thinking is None else options | {"enable_thinking": thinking}
 
 
@@ -112,27 +122,27 @@ class Tokenizing:
         self.num_from_text = 0
         """Sampled responses whose rows have no tokens."""
 
-    def __call__(self, chat: Chat | Rendered, where: str) -> Demonstration:
+    def __call__(self, chat: Chat | Rendered) -> Demonstration:
         """Raises BadRow if the trained tokens cannot be found exactly."""
         if isinstance(chat, Rendered):
-            return self._rendered(chat, where)
+            return self._rendered(chat)
         messages = self.renderer.with_system(chat.messages)
         if "enable_thinking" in chat.options and not self.renderer.reads("enable_thinking"):
             raise BadRow(
-                f"{where}: the row has enable_thinking={chat.options['enable_thinking']}, which the chat template does not read; "
+                f"the row has enable_thinking={chat.options['enable_thinking']}, which the chat template does not read; "
                 "take the column out, or give another template as data.chat_template"
             )
         if not self.renderer.has_template:
             if chat.of_strings and len(messages) == 2:
-                return self._plain(messages[0]["content"], messages[1]["content"], where)
+                return self._plain(messages[0]["content"], messages[1]["content"])
             raise BadRow(
-                f"{where}: these are chat messages, but the tokenizer has no chat template; take an instruction-tuned model, "
+                "these are chat messages, but the tokenizer has no chat template; take an instruction-tuned model, "
                 "give one as data.chat_template, or plain strings as prompt and response"
             )
-        self.renderer.check_shown(messages, where, **chat.options)
-        return self._by_marks(messages, chat, where) if self._has_marks else self._by_growth(messages, chat, where)
+        self.renderer.check_shown(messages, **chat.options)
+        return self._by_marks(messages, chat) if self._has_marks else self._by_growth(messages, chat)
 
-    def _rendered(self, rendered: Rendered, where: str) -> Demonstration:
+    def _rendered(self, rendered: Rendered) -> Demonstration:
         words = self.renderer.words
         # A template wrote its control words into the prompt; a plain one got the tokenizer's special tokens.
         for prompt, plain in itertools.product((rendered.prompt, words.marked(rendered.prompt)), (False, True)):
@@ -141,7 +151,7 @@ class Tokenizing:
                 break
         if len(prompt_ids) != rendered.prompt_length:
             raise BadRow(
-                f"{where}: this tokenizer makes {len(self._ids(rendered.prompt))} tokens of the prompt, and the run that sampled the response had "
+                f"this tokenizer makes {len(self._ids(rendered.prompt))} tokens of the prompt, and the run that sampled the response had "
                 f"{rendered.prompt_length}: it was another one; expected rollouts of a model with the same tokenizer"
             )
         response_ids = self.renderer.sampled(rendered.response_ids, rendered.response)
@@ -152,54 +162,52 @@ class Tokenizing:
             response_ids = [*self._ids(words.marked(rendered.response)), *([end] if rendered.ends else [])]
         return _answer(prompt_ids, response_ids)
 
-    def _plain(self, prompt: str, response: str, where: str) -> Demonstration:
+    def _plain(self, prompt: str, response: str) -> Demonstration:
         """Without a template a response ends with the end-of-sequence token."""
         words = self.renderer.words
         prompt_ids = words.ids(words.marked(prompt), add_special_tokens=True)
-        return _predictable(_answer(prompt_ids, [*self._ids(words.marked(response)), self.tokenizer.eos_token_id]), where)
+        return _predictable(_answer(prompt_ids, [*self._ids(words.marked(response)), self.tokenizer.eos_token_id]))
 
     @cached_property
     def _has_marks(self) -> bool:
         template = self.renderer.options.get("chat_template") or self.tokenizer.get_chat_template()
         return _GENERATION_MARK.search(template) is not None
 
-    def _by_marks(self, messages: list[dict[str, Any]], chat: Chat, where: str) -> Demonstration:
-        out = self.renderer.apply(
-            messages, where, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **chat.options
-        )
+    def _by_marks(self, messages: list[Message], chat: Chat) -> Demonstration:
+        out = self.renderer.apply(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **chat.options)
         token_ids, mask = np.asarray(out["input_ids"], dtype=np.int32), np.asarray(out["assistant_masks"])
         positions = np.flatnonzero(mask)
         if not len(positions):
-            raise BadRow(f"{where}: the chat template marks no token as the assistant's ({{% generation %}})")
-        return _predictable(Demonstration(token_ids[: positions[-1] + 1], positions), where)
+            raise BadRow("the chat template marks no token as the assistant's ({% generation %})")
+        return _predictable(Demonstration(token_ids[: positions[-1] + 1], positions))
 
-    def _by_growth(self, messages: list[dict[str, Any]], chat: Chat, where: str) -> Demonstration:
+    def _by_growth(self, messages: list[Message], chat: Chat) -> Demonstration:
         """Trained is what a turn of the assistant adds, if the template does nothing but add."""
-        texts = self._growing(messages, chat, where)
+        texts = self._growing(messages, chat)
         ids = self.renderer.words.encode(texts, add_special_tokens=False)["input_ids"]
         if any(longer[: len(shorter)] != shorter for shorter, longer in itertools.pairwise(ids)):
-            ids = self._in_pieces(texts, where)
+            ids = self._in_pieces(texts)
         token_ids, lengths = np.asarray(ids[-1], dtype=np.int32), [len(piece) for piece in ids]
         spans = [np.arange(begin, end) for begin, end in zip(lengths[0::2], lengths[1::2], strict=True)]
-        return _predictable(Demonstration(token_ids, np.concatenate(spans)), where)
+        return _predictable(Demonstration(token_ids, np.concatenate(spans)))
 
-    def _growing(self, messages: list[dict[str, Any]], chat: Chat, where: str) -> list[str]:
+    def _growing(self, messages: list[Message], chat: Chat) -> list[str]:
         """The text before and after every assistant turn, each a continuation of the one before it."""
         texts: list[str] = []
         for number, message in enumerate(messages):
             if message["role"] != ASSISTANT:
                 continue
-            prefix = self.renderer.text(messages[:number], where, **chat.options)
-            extended = self.renderer.text(messages[: number + 1], where, add_generation_prompt=False, **chat.options)
+            prefix = self.renderer.text(messages[:number], **chat.options)
+            extended = self.renderer.text(messages[: number + 1], add_generation_prompt=False, **chat.options)
             for text, what in ((prefix, f"message {number - 1}"), (extended, f"message {number}, the assistant's,")):
                 if texts and not text.startswith(texts[-1]):
-                    raise BadRow(f"{where}: {_rewritten(texts[-1], text, what)}")
+                    raise BadRow(f"{_rewritten(texts[-1], text, what)}")
                 texts.append(text)
             if extended == prefix:
-                raise BadRow(f"{where}: the chat template makes nothing of message {number}, the assistant's")
+                raise BadRow(f"the chat template makes nothing of message {number}, the assistant's")
         return texts
 
-    def _in_pieces(self, texts: Sequence[str], where: str) -> list[list[int]]:
+    def _in_pieces(self, texts: Sequence[str]) -> list[list[int]]:
         """Each piece is tokenized by itself if a token would reach from the prompt into the answer.
 
         The model answers after the prompt's own tokens. Raises BadRow if that makes another text.
@@ -212,7 +220,7 @@ class Tokenizing:
         decoded = self.tokenizer.decode(ids[-1], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if decoded != unmarked(texts[-1]):
             raise BadRow(
-                f"{where}: a token reaches from a prompt into the assistant's answer, and this tokenizer makes another text of the "
+                "a token reaches from a prompt into the assistant's answer, and this tokenizer makes another text of the "
                 "two apart; expected an answer that begins with a token of its own"
             )
         return ids
@@ -223,9 +231,9 @@ def _answer(prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Demonstrati
     return Demonstration(token_ids, np.arange(len(prompt_ids), len(token_ids)))
 
 
-def _predictable(demonstration: Demonstration, where: str) -> Demonstration:
+def _predictable(demonstration: Demonstration) -> Demonstration:
     if demonstration.positions[0] == 0:
-        raise BadRow(f"{where}: the assistant's first token has nothing before it, so no model can predict it")
+        raise BadRow("the assistant's first token has nothing before it, so no model can predict it")
     return demonstration
 
 
@@ -253,16 +261,16 @@ class DemonstrationSet(TrainingSet[Demonstration]):
     def batch(self, rows: Sequence[int]) -> Batch:
         return supervised_batch([self.row(row) for row in rows])
 
-    def _tokenized(self, row: dict[str, Any], where: str) -> Demonstration:
-        tokenized = self._tokenizing(conversation(row, where, self.config), where)
+    def _tokenized(self, row: Row) -> Demonstration:
+        tokenized = self._tokenizing(conversation(row, self.config))
         self.report.num_from_text = self._tokenizing.num_from_text
         return tokenized
 
-    def _cut(self, row: Demonstration, where: str) -> Demonstration:
+    def _cut(self, row: Demonstration) -> Demonstration:
         cut = cut_to(row, self.longest, self.config.truncation)
         if not len(cut.positions):
             raise BadRow(
-                f"{where}: has {len(row.token_ids)} tokens, and no trained one is left in the {self.longest} that "
+                f"has {len(row.token_ids)} tokens, and no trained one is left in the {self.longest} that "
                 f"data.truncation={self.config.truncation} keeps"
             )
         return cut
@@ -285,7 +293,6 @@ def task_demonstrations(task: str, tokenizer: Any) -> list[Demonstration]:
     tokenizing = Tokenizing(Renderer(truth, tokenizer))
     demonstrations = []
     for number, row in enumerate(task_rows(task)):
-        where = f"{task}, row {number}"
-        config = made if "demonstration" in row["extra_info"] else truth
-        demonstrations.append(tokenizing(conversation(row, where, config), where))
+        with at(f"{task}, row {number}"):
+            demonstrations.append(tokenizing(conversation(row, made if "demonstration" in row["extra_info"] else truth)))
     return demonstrations

@@ -22,7 +22,19 @@ from grpo_rl.config.derived import trains_only_reward_model
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.row_set import TrainingSet
-from grpo_rl.data.rows import Asked, BadRow, check_row, column, expect, finite, messages_of, prompt_of, shared_length, wrong
+from grpo_rl.data.rows import (
+    Asked,
+    BadRow,
+    Row,
+    check_row,
+    column,
+    expect,
+    finite,
+    messages_of,
+    prompt_of,
+    shared_length,
+    wrong,
+)
 from grpo_rl.types import Batch, Rollout
 
 T = TypeVar("T")
@@ -42,33 +54,33 @@ class Pair:
     margin: float | None = None
 
 
-def pair_texts(row: dict[str, Any], where: str, config: DataConfig, *, with_margin: bool = False) -> PairTexts:
+def pair_texts(row: Row, config: DataConfig, *, with_margin: bool = False) -> PairTexts:
     """Raises BadRow, also for two equal sides, and sides that are no answer to one prompt."""
-    check_row(row, where)
-    chosen, rejected = (column(row, key, where) for key in (config.chosen_key, config.rejected_key))
-    prompt = column(row, config.prompt_key, where, optional=True)
+    check_row(row)
+    chosen, rejected = (column(row, key) for key in (config.chosen_key, config.rejected_key))
+    prompt = column(row, config.prompt_key, optional=True)
     if isinstance(chosen, list) or isinstance(rejected, list):
-        texts = _of_messages(prompt, chosen, rejected, where, config)
+        texts = _of_messages(prompt, chosen, rejected, config)
     else:
-        texts = _of_texts(prompt, chosen, rejected, where, config)
+        texts = _of_texts(prompt, chosen, rejected, config)
     for key, text in ((config.chosen_key, texts[1]), (config.rejected_key, texts[2])):
         if not text.strip():
-            raise BadRow(f"{where}: column {key!r} has an empty answer; expected one with text")
+            raise BadRow(f"column {key!r} has an empty answer; expected one with text")
     if texts[1] == texts[2]:
         raise BadRow(
-            f"{where}: columns {config.chosen_key!r} and {config.rejected_key!r} have the same answer; expected two that differ"
+            f"columns {config.chosen_key!r} and {config.rejected_key!r} have the same answer; expected two that differ"
         )
     margin = row.get("margin") if with_margin else None
     if margin is not None and math.isnan(finite(margin)):
-        raise wrong(where, "margin", margin, "a finite number or nothing")
+        raise wrong("margin", margin, "a finite number or nothing")
     return *texts, None if margin is None else finite(margin)
 
 
-def _of_texts(prompt: Any, chosen: Any, rejected: Any, where: str, config: DataConfig) -> tuple[Asked, str, str]:
+def _of_texts(prompt: Any, chosen: Any, rejected: Any, config: DataConfig) -> tuple[Asked, str, str]:
     for key, text in ((config.chosen_key, chosen), (config.rejected_key, rejected)):
-        expect(text, str, where, key, "a text, or a list of {role, content} messages")
+        expect(text, str, key, "a text, or a list of {role, content} messages")
     if prompt is not None:
-        return prompt_of(prompt, where, config.prompt_key), chosen, rejected
+        return prompt_of(prompt, config.prompt_key), chosen, rejected
     # What both begin with, up to a space: where exactly it ends changes no difference of their log-probs, and a word
     # that is cut in two would be made of other tokens.
     shared = shared_length(chosen, rejected)
@@ -77,19 +89,19 @@ def _of_texts(prompt: Any, chosen: Any, rejected: Any, where: str, config: DataC
     shared_text = chosen[:shared].rstrip()
     if not shared_text:
         raise BadRow(
-            f"{where}: there is no column {config.prompt_key!r}, and {config.chosen_key!r} and {config.rejected_key!r} do not begin with the "
+            f"there is no column {config.prompt_key!r}, and {config.chosen_key!r} and {config.rejected_key!r} do not begin with the "
             "same words, which would be the prompt"
         )
     return shared_text, chosen[len(shared_text) :], rejected[len(shared_text) :]
 
 
-def _of_messages(prompt: Any, chosen: Any, rejected: Any, where: str, config: DataConfig) -> tuple[Asked, str, str]:
+def _of_messages(prompt: Any, chosen: Any, rejected: Any, config: DataConfig) -> tuple[Asked, str, str]:
     """Answers are one message from the assistant, or a conversation that ends with it."""
     sides = []
     for key, side in ((config.chosen_key, chosen), (config.rejected_key, rejected)):
-        expect(side, list, where, key, "a list of {role, content} messages, as the other side has")
-        sides.append(messages_of(side, where, key))
-    start = [] if not isinstance(prompt, list) else prompt_of(prompt, where, config.prompt_key)
+        expect(side, list, key, "a list of {role, content} messages, as the other side has")
+        sides.append(messages_of(side, key))
+    start = [] if not isinstance(prompt, list) else prompt_of(prompt, config.prompt_key)
     assert isinstance(start, list)
     # A conversation may be given whole although its prompt has a column.
     sides = [side[len(start) :] if start and side[: len(start)] == start else side for side in sides]
@@ -100,17 +112,13 @@ def _of_messages(prompt: Any, chosen: Any, rejected: Any, where: str, config: Da
         if not messages:
             messages = [{"role": "user", "content": prompt}]
         elif prompt not in user_texts:
-            raise wrong(
-                where, config.prompt_key, prompt, f"what the user says in {config.chosen_key!r} and {config.rejected_key!r}"
-            )
+            raise wrong(config.prompt_key, prompt, f"what the user says in {config.chosen_key!r} and {config.rejected_key!r}")
     if not messages:
-        raise BadRow(
-            f"{where}: there is no prompt: neither a column {config.prompt_key!r} nor messages that both sides begin with"
-        )
+        raise BadRow(f"there is no prompt: neither a column {config.prompt_key!r} nor messages that both sides begin with")
     for key, side in zip((config.chosen_key, config.rejected_key), sides, strict=True):
         if len(side) != shared + 1 or side[-1]["role"] != "assistant":
             roles = ", ".join(message["role"] for message in side[shared:])
-            raise BadRow(f"{where}: column {key!r} goes on with messages of {roles}; expected one of the assistant")
+            raise BadRow(f"column {key!r} goes on with messages of {roles}; expected one of the assistant")
     return messages, sides[0][-1]["content"], sides[1][-1]["content"]
 
 
@@ -125,36 +133,36 @@ class PairSet(TrainingSet[Pair]):
     def _length(self, row: Pair) -> int:
         return len(row.prompt_ids) + max(len(row.chosen_ids), len(row.rejected_ids))
 
-    def _tokenized(self, row: dict[str, Any], where: str) -> Pair:
+    def _tokenized(self, row: Row) -> Pair:
         # Only reward models' loss reads margins.
-        texts = pair_texts(row, where, self.config, with_margin=trains_only_reward_model(self.run))
-        return tokenized_pair(texts, self.renderer, where, [row.get(name) for name in IDS_OF_PAIR])
+        texts = pair_texts(row, self.config, with_margin=trains_only_reward_model(self.run))
+        return tokenized_pair(texts, self.renderer, [row.get(name) for name in IDS_OF_PAIR])
 
 
 IDS_OF_PAIR = ("chosen_ids", "rejected_ids")
 """Columns with the tokens of sampled answers."""
 
 
-def tokenized_pair(texts: PairTexts, renderer: Renderer, where: str, sampled: Sequence[Any] = (None, None)) -> Pair:
+def tokenized_pair(texts: PairTexts, renderer: Renderer, sampled: Sequence[Any] = (None, None)) -> Pair:
     """Answers that a run `sampled` keep their tokens. Raises BadRow."""
     prompt, *answers, margin = texts
-    prompt_ids, made = _tokens(prompt, answers, renderer, where)
+    prompt_ids, made = _tokens(prompt, answers, renderer)
     ids = [renderer.sampled(ids, answer) for ids, answer in zip(sampled, answers, strict=True)]
     chosen_ids, rejected_ids = (
         made_ids if sampled_ids is None else np.asarray(sampled_ids, np.int32)
         for sampled_ids, made_ids in zip(ids, made, strict=True)
     )
     if np.array_equal(chosen_ids, rejected_ids):
-        raise BadRow(f"{where}: the two answers have the same tokens")
+        raise BadRow("the two answers have the same tokens")
     return Pair(prompt_ids, chosen_ids, rejected_ids, margin)
 
 
-def _tokens(prompt_row: Asked, answers: Sequence[str], renderer: Renderer, where: str) -> tuple[np.ndarray, list[np.ndarray]]:
-    prompt = renderer.render(prompt_row, where)
-    texts = [renderer.answer(prompt_row, prompt, answer, where) for answer in answers]
+def _tokens(prompt_row: Asked, answers: Sequence[str], renderer: Renderer) -> tuple[np.ndarray, list[np.ndarray]]:
+    prompt = renderer.render(prompt_row)
+    texts = [renderer.answer(prompt_row, prompt, answer) for answer in answers]
     (prompt_ids,) = renderer.tokenize([prompt_row], [prompt])
     if not prompt_ids:
-        raise BadRow(f"{where}: the prompt has no tokens")
+        raise BadRow("the prompt has no tokens")
     return np.asarray(prompt_ids, np.int32), [
         np.asarray(ids, np.int32) for ids in renderer.tokenize_answers(texts, isinstance(prompt_row, str))
     ]
@@ -169,19 +177,19 @@ class Labelled:
     label: bool
 
 
-def labelled_texts(row: dict[str, Any], where: str, config: DataConfig) -> tuple[Asked, str, bool]:
-    check_row(row, where)
-    prompt = prompt_of(column(row, config.prompt_key, where), where, config.prompt_key)
-    answer, label = column(row, "completion", where), column(row, "label", where)
+def labelled_texts(row: Row, config: DataConfig) -> tuple[Asked, str, bool]:
+    check_row(row)
+    prompt = prompt_of(column(row, config.prompt_key), config.prompt_key)
+    answer, label = column(row, "completion"), column(row, "label")
     if isinstance(answer, list):
-        answer = messages_of(answer, where, "completion")
+        answer = messages_of(answer, "completion")
         if len(answer) != 1 or answer[0]["role"] != "assistant":
-            raise wrong(where, "completion", answer, "a text, or one message of the assistant")
+            raise wrong("completion", answer, "a text, or one message of the assistant")
         answer = answer[0]["content"]
-    expect(answer, str, where, "completion", "a text, or one message of the assistant")
+    expect(answer, str, "completion", "a text, or one message of the assistant")
     if not answer.strip():
-        raise BadRow(f"{where}: column 'completion' has an empty answer; expected one with text")
-    expect(label, bool, where, "label", "true where the answer is desirable, else false")
+        raise BadRow("column 'completion' has an empty answer; expected one with text")
+    expect(label, bool, "label", "true where the answer is desirable, else false")
     return prompt, answer, label
 
 
@@ -207,9 +215,9 @@ class LabelledSet(TrainingSet[Labelled]):
     def _length(self, row: Labelled) -> int:
         return len(row.prompt_ids) + len(row.answer_ids)
 
-    def _tokenized(self, row: dict[str, Any], where: str) -> Labelled:
-        prompt, text, label = labelled_texts(row, where, self.config)
-        prompt_ids, (answer_ids,) = _tokens(prompt, [text], self.renderer, where)
+    def _tokenized(self, row: Row) -> Labelled:
+        prompt, text, label = labelled_texts(row, self.config)
+        prompt_ids, (answer_ids,) = _tokens(prompt, [text], self.renderer)
         return Labelled(prompt_ids, answer_ids, label)
 
 

@@ -18,7 +18,7 @@ import torch
 from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.row_set import TrainingSet, batch_of_sequences
-from grpo_rl.data.rows import Asked, BadRow, check_row, column, expect, finite, prompt_of, wrong
+from grpo_rl.data.rows import Asked, BadRow, Row, check_row, column, expect, finite, prompt_of, wrong
 from grpo_rl.errors import ConfigError
 from grpo_rl.types import Batch
 
@@ -37,31 +37,29 @@ class RatedSteps:
     """float32 [labelled steps]"""
 
 
-def rated_row(row: dict[str, Any], where: str, config: DataConfig) -> RatedTexts:
-    check_row(row, where)
-    prompt = prompt_of(column(row, config.prompt_key, where), where, config.prompt_key)
-    steps, labels = column(row, "completions", where), column(row, "labels", where)
+def rated_row(row: Row, config: DataConfig) -> RatedTexts:
+    check_row(row)
+    prompt = prompt_of(column(row, config.prompt_key), config.prompt_key)
+    steps, labels = column(row, "completions"), column(row, "labels")
     if not isinstance(steps, list) or not steps or not all(isinstance(step, str) for step in steps):
-        raise wrong(where, "completions", steps, "a list of texts, the steps")
-    expect(labels, list, where, "labels", "a list with one label for each step")
+        raise wrong("completions", steps, "a list of texts, the steps")
+    expect(labels, list, "labels", "a list with one label for each step")
     if len(labels) != len(steps):
-        raise BadRow(
-            f"{where}: labels has {len(labels)} entries, and completions has {len(steps)}; expected one label for each step"
-        )
+        raise BadRow(f"labels has {len(labels)} entries, and completions has {len(steps)}; expected one label for each step")
     for number, step in enumerate(steps):
         if not step.strip():
-            raise BadRow(f"{where}: step {number + 1} of {len(steps)} has no text")
+            raise BadRow(f"step {number + 1} of {len(steps)} has no text")
     if all(label is None for label in labels):
-        raise BadRow(f"{where}: none of its {len(steps)} steps has a label; expected one at least")
-    return prompt, steps, [_label(label, where, number) for number, label in enumerate(labels)]
+        raise BadRow(f"none of its {len(steps)} steps has a label; expected one at least")
+    return prompt, steps, [_label(label, number) for number, label in enumerate(labels)]
 
 
-def _label(label: Any, where: str, number: int) -> float | None:
+def _label(label: Any, number: int) -> float | None:
     if label is None:
         return None
     value = float(label) if isinstance(label, bool) else finite(label)
     if not 0 <= value <= 1:
-        raise wrong(where, f"labels[{number}]", label, "true or false, a number from 0 to 1, or null for none")
+        raise wrong(f"labels[{number}]", label, "true or false, a number from 0 to 1, or null for none")
     return value
 
 
@@ -76,20 +74,20 @@ class RatedStepSet(TrainingSet[RatedSteps]):
     def batch(self, rows: Sequence[int]) -> Batch:
         return rated_batch([self.row(row) for row in rows])
 
-    def _tokenized(self, row: dict[str, Any], where: str) -> RatedSteps:
+    def _tokenized(self, row: Row) -> RatedSteps:
         separator = self.run.reward.reward_model.step_separator
         assert separator is not None
-        return tokenized_steps(rated_row(row, where, self.config), self.renderer, separator.replace("\\n", "\n"), where)
+        return tokenized_steps(rated_row(row, self.config), self.renderer, separator.replace("\\n", "\n"))
 
 
-def tokenized_steps(texts: RatedTexts, renderer: Renderer, separator: str, where: str) -> RatedSteps:
+def tokenized_steps(texts: RatedTexts, renderer: Renderer, separator: str) -> RatedSteps:
     """The separator stands behind each step: it tells nothing of a label.
 
     A step ends with the token of its last character, the separator included, as for a reward model
     (`rewards/models/rendering.py`). Raises BadRow for two steps that end in one token.
     """
     prompt, steps, labels = texts
-    (prompt_ids,) = renderer.tokenize([prompt], [renderer.render(prompt, where)])
+    (prompt_ids,) = renderer.tokenize([prompt], [renderer.render(prompt)])
     words = renderer.words
     text, ends = "", []
     for step in steps:
@@ -100,9 +98,9 @@ def tokenized_steps(texts: RatedTexts, renderer: Renderer, separator: str, where
     starts = [start for start, _ in encoded["offset_mapping"]]
     places = [bisect_left(starts, end) - 1 for end in ends]
     if len(set(places)) < len(places):
-        raise BadRow(f"{where}: two of its {len(places)} steps end in the same token")
+        raise BadRow(f"two of its {len(places)} steps end in the same token")
     if not prompt_ids:
-        raise BadRow(f"{where}: the prompt has no tokens")
+        raise BadRow("the prompt has no tokens")
     labelled = [(len(prompt_ids) + place, label) for place, label in zip(places, labels, strict=True) if label is not None]
     return RatedSteps(
         np.asarray([*prompt_ids, *encoded["input_ids"]], dtype=np.int32),

@@ -12,9 +12,9 @@ from typing import Any
 
 from grpo_rl.config.derived import gen_batch_size
 from grpo_rl.config.schema.tree import Config, DataConfig, RejectionConfig
+from grpo_rl.data.rows import Row
 from grpo_rl.data.training_rows.pairs import best_and_worst
 
-Rows = list[dict[str, Any]]
 _OF_LOG = (
     *("prompt", "response", "token_ids", "reward", "data_source", "ground_truth", "uid", "sample", "finish_reason"),
     *("prompt_length", "response_length"),
@@ -43,7 +43,7 @@ class Kept:
         self._seen: set[bytes] = set()
         self._of_prompt: Counter[bytes] = Counter()
 
-    def takes(self, row: dict[str, Any]) -> bool:
+    def takes(self, row: Row) -> bool:
         prompt = _digest(row["prompt"])
         answer = _digest([row["prompt"], row.get("response"), row.get("chosen"), row.get("rejected")])
         if self.rejection.deduplicate and answer in self._seen:
@@ -58,12 +58,12 @@ class Kept:
         return True
 
 
-def answer_rows(records: Sequence[Mapping[str, Any]], min_reward: float) -> Rows:
+def answer_rows(records: Sequence[Mapping[str, Any]], min_reward: float) -> list[Row]:
     accepted = [row for row in records if row["reward"] is not None and row["reward"] >= min_reward and row["response"].strip()]
     return [{name: record[name] for name in _OF_LOG} for record in accepted]
 
 
-def pair_rows(records: Sequence[Mapping[str, Any]]) -> Rows:
+def pair_rows(records: Sequence[Mapping[str, Any]]) -> list[Row]:
     """The best and the worst response of each group whose rewards and texts differ."""
     answered = [record for record in records if record["response_length"]]
     extremes = best_and_worst(answered, itemgetter("uid"), itemgetter("reward"), itemgetter("sample"))

@@ -12,7 +12,7 @@ import numpy as np
 
 from grpo_rl.control_words import unmarked
 from grpo_rl.data.chat_deltas import ChatDeltas
-from grpo_rl.data.rows import Message
+from grpo_rl.data.rows import Message, at
 from grpo_rl.errors import FunctionError
 from grpo_rl.protocols import TurnPool
 from grpo_rl.registry import Registry
@@ -124,7 +124,8 @@ class Sampler:
         renderer, messages = self._session.selection.data.renderer, None
         if isinstance(content, str) or (len(content) and isinstance(content[0], dict)):
             asked: Any = content if isinstance(content, str) else list(content)
-            text = renderer.render(asked, "a rollout function's prompt")
+            with at("a rollout function's prompt"):
+                text = renderer.render(asked)
             (token_ids,) = renderer.tokenize([asked], [text])
             text, messages = unmarked(text), renderer.messages(asked)
         else:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.data.row_set import BadRows
-from grpo_rl.data.rows import BadRow, example
+from grpo_rl.data.rows import BadRow, at, example
 from grpo_rl.data.sources import jsonl
 from grpo_rl.data.sources.locate import open_source
 from grpo_rl.errors import DataError
@@ -133,7 +133,9 @@ def test_reading_any_bytes_gives_rows_or_a_data_error(
         return
     for index in range(len(source)):
         try:
-            row = example(source.row(index), source.where(index), DataConfig())
+            stored = source.row(index)
+            with at(source.where(index)):
+                row = example(stored, DataConfig())
         except BadRow as error:
             assert str(error).startswith(f"{path}, line ")
         else:

@@ -57,7 +57,7 @@ def tokenizer() -> Any:
 
 def found(row: dict[str, Any], tokenizer: Any, **data: Any) -> Demonstration:
     config = DataConfig(**data)
-    return Tokenizing(Renderer(config, tokenizer))(conversation(row, "f.jsonl, line 3", config), "f.jsonl, line 3")
+    return Tokenizing(Renderer(config, tokenizer))(conversation(row, config))
 
 
 def shown(demonstration: Demonstration, tokenizer: Any) -> str:
@@ -111,7 +111,7 @@ def test_a_logged_rollout_is_learnt_with_the_end_that_was_sampled(tokenizer: Any
     assert shown(found(rollout(tokenizer), tokenizer), tokenizer) == "<|user|>1+1<|assistant|>«2<|end|>»"
     cut_off = rollout(tokenizer, finish_reason="length")
     assert shown(found(cut_off, tokenizer), tokenizer) == "<|user|>1+1<|assistant|>«2»"
-    with pytest.raises(BadRow, match=r"f\.jsonl, line 3: this tokenizer makes 5 tokens of the prompt, .* had 9"):
+    with pytest.raises(BadRow, match=r"^this tokenizer makes 5 tokens of the prompt, .* had 9"):
         found(rollout(tokenizer, prompt_length=9), tokenizer)
 
 
@@ -119,7 +119,7 @@ def test_a_template_that_changes_what_stood_before_is_refused_with_the_place(tok
     talk = [dict(message) for message in TALK[1:5]]
     assert shown(found({"messages": talk}, tokenizer, chat_template=FORGETS), tokenizer) == "u:1+1;a:«2;»u:2+3;a:«5!;»"
     talk[1]["content"] = "think=2"
-    with pytest.raises(BadRow, match=r"line 3: the chat template does not only append: with message 2 the text before it is "):
+    with pytest.raises(BadRow, match=r"^the chat template does not only append: with message 2 the text before it is "):
         found({"messages": talk}, tokenizer, chat_template=FORGETS)
     assert shown(found({"messages": talk[:2]}, tokenizer, chat_template=FORGETS), tokenizer) == "u:1+1;a:«think=2;»"
 
@@ -155,7 +155,7 @@ def test_a_token_that_reaches_into_the_answer_is_cut_where_the_model_begins() ->
     ],
 )
 def test_a_row_without_an_answer_is_named_with_its_place(row: dict[str, Any], message: str, tokenizer: Any) -> None:
-    with pytest.raises(BadRow, match=r"^f\.jsonl, line 3: .*" + message):
+    with pytest.raises(BadRow, match=message):
         found(row, tokenizer)
 
 
@@ -165,7 +165,7 @@ def test_a_call_of_a_tool_is_an_answer_and_empty_parts_of_a_table_are_none(tmp_p
         {"role": "user", "content": "1+1", "tool_calls": None},
         {"role": "assistant", "content": None, "tool_calls": calls},
     ]
-    chat = conversation({"messages": messages, "tools": None, "enable_thinking": False}, "x", DataConfig())
+    chat = conversation({"messages": messages, "tools": None, "enable_thinking": False}, DataConfig())
     assert chat.messages == [  # type: ignore[union-attr]
         {"role": "user", "content": "1+1"},
         {"role": "assistant", "content": "", "tool_calls": calls},

@@ -134,7 +134,7 @@ def test_a_csv_file_is_rows_of_text_by_the_keys_of_its_columns(tmp_path: Path) -
     config = DataConfig(train_files=[str(tmp_path / "a.csv")], prompt_key="question", ground_truth_key="id", data_source="ids")
     assert check_data_files(config) == []
     source = open_source(str(tmp_path / "a.csv"))
-    rows = [example(source.row(index), source.where(index), config) for index in range(len(source))]
+    rows = [example(source.row(index), config) for index in range(len(source))]
     assert [(row.prompt, row.ground_truth) for row in rows] == [('Which, "if any"\nid?', "007"), ("What?", "1e3")]
 
 

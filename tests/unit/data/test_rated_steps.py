@@ -24,8 +24,8 @@ def tokenizer():
 
 
 def test_rows_as_trl_has_them():
-    assert rated_row(LISTS, "here", DATA) == ("What is 2+3+4?", ["2+3=5", "5+4=10"], [1.0, 0.0])
-    assert rated_row({**LISTS, "labels": [0.75, None]}, "here", DATA)[2] == [0.75, None]
+    assert rated_row(LISTS, DATA) == ("What is 2+3+4?", ["2+3=5", "5+4=10"], [1.0, 0.0])
+    assert rated_row({**LISTS, "labels": [0.75, None]}, DATA)[2] == [0.75, None]
 
 
 @pytest.mark.parametrize(
@@ -38,10 +38,9 @@ def test_rows_as_trl_has_them():
         ({"prompt": "q", "text": "x"}, "there is no column 'completions'"),
     ],
 )
-def test_a_bad_row_says_where_and_what(row, message):
-    with pytest.raises(BadRow, match=message) as caught:
-        rated_row(row, "steps.jsonl, line 7", DATA)
-    assert str(caught.value).startswith("steps.jsonl, line 7: ")
+def test_a_bad_row_says_what_is_wrong(row, message):
+    with pytest.raises(BadRow, match=message):
+        rated_row(row, DATA)
 
 
 def test_steps_are_read_where_a_reward_model_scores_the_same_text(tokenizer):
@@ -51,7 +50,7 @@ def test_steps_are_read_where_a_reward_model_scores_the_same_text(tokenizer):
         "labels": [1, None, 0],
     }
     separator = "\n"
-    found = tokenized_steps(rated_row(row, "here", DATA), Renderer(DATA, tokenizer), separator, "here")
+    found = tokenized_steps(rated_row(row, DATA), Renderer(DATA, tokenizer), separator)
     text = "7+8=15\n15+9=24\n24\n"
     assert tokenizer.decode(found.token_ids[found.prompt_length :].tolist()) == text
     prompt = Prompt("0", found.token_ids[: found.prompt_length], "", "")
@@ -64,9 +63,7 @@ def test_steps_are_read_where_a_reward_model_scores_the_same_text(tokenizer):
 
 def test_a_batch_scores_the_ends_of_the_labelled_steps(tokenizer):
     renderer = Renderer(DATA, tokenizer)
-    rows = [
-        tokenized_steps(rated_row({**LISTS, "labels": labels}, "", DATA), renderer, "\n", "") for labels in ([1, 0], [None, 1])
-    ]
+    rows = [tokenized_steps(rated_row({**LISTS, "labels": labels}, DATA), renderer, "\n") for labels in ([1, 0], [None, 1])]
     batch = rated_batch(rows)
     assert batch.trained_lengths_N.tolist() == [2, 1] and batch.labels_T.tolist() == [1.0, 0.0, 1.0]
     length = len(rows[0].token_ids)

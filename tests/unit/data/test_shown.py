@@ -49,19 +49,17 @@ def test_a_message_that_the_template_leaves_out_is_a_bad_row(role: str, kind: st
     asked = [user("Be brief."), user("What is 6*7?", role)]
     answer = {"role": "assistant", "content": "42"}
     config = DataConfig()
-    render: dict[str, Callable[[Renderer, str], Any]] = {
-        "prompts": lambda by, where: by.render(asked, where),
-        "conversations": lambda by, where: Tokenizing(by)(conversation({"messages": [*asked, answer]}, where, config), where),
-        "pairs": lambda by, where: tokenized_pair(
-            pair_texts({"prompt": asked, "chosen": [answer], "rejected": [user("41", "assistant")]}, where, config), by, where
-        ),
+    pair = {"prompt": asked, "chosen": [answer], "rejected": [user("41", "assistant")]}
+    render: dict[str, Callable[[Renderer], Any]] = {
+        "prompts": lambda by: by.render(asked),
+        "conversations": lambda by: Tokenizing(by)(conversation({"messages": [*asked, answer]}, config)),
+        "pairs": lambda by: tokenized_pair(pair_texts(pair, config), by),
     }
     with pytest.raises(BadRow) as error:
-        render[kind](renderer(), "a.jsonl, line 1")
-    print(error.value)
+        render[kind](renderer())
     assert f"leaves out the content of message 1, of the role '{role}': 'What is 6*7?'" in str(error.value)
     assert ("often called 'user'" in str(error.value)) == (role in ("human", "User"))
-    render[kind](renderer(CHATML), "a.jsonl, line 1")
+    render[kind](renderer(CHATML))
 
 
 @pytest.mark.parametrize("template", [QWEN25, QWEN3, LLAMA3, MISTRAL, GEMMA])
@@ -71,7 +69,7 @@ def test_templates_that_write_a_text_in_another_way_show_it_all_the_same(templat
         user("<think>\n6*7\n</think>\n\n42", "assistant"),
         user('é\n"And" 7*7? '),
     ]
-    text = renderer(template).render(asked, "line 1")
+    text = renderer(template).render(asked)
     assert "6*7?" in text and "7*7?" in text
 
 
@@ -86,15 +84,13 @@ def test_a_conversation_with_tools_has_to_show_them_their_calls_and_their_answer
     ]  # fmt: skip
     for template in (QWEN25, QWEN3, LLAMA3, MISTRAL):
         by = renderer(template)
-        by.check_shown(messages, "line 1", tools=tools)
+        by.check_shown(messages, tools=tools)
     with pytest.raises(BadRow, match=r"leaves out the tool calls of message 1, of the role 'assistant'"):
-        renderer(CHATML).check_shown(messages, "line 1")
+        renderer(CHATML).check_shown(messages)
     with pytest.raises(BadRow, match=r"leaves out the content of message 2, of the role 'tool'"):
-        renderer(KNOWN_ROLES.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls }}")).check_shown(messages, "line 1")
+        renderer(KNOWN_ROLES.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls }}")).check_shown(messages)
     with pytest.raises(BadRow, match="leaves the tools out"):
-        renderer(CHATML.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls }}")).check_shown(
-            messages, "line 1", tools=tools
-        )
+        renderer(CHATML.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls }}")).check_shown(messages, tools=tools)
 
 
 def test_the_arguments_of_a_call_are_written_as_json_text_for_templates_that_want_it() -> None:
@@ -103,10 +99,10 @@ def test_the_arguments_of_a_call_are_written_as_json_text_for_templates_that_wan
     )
     call = {"type": "function", "function": {"name": "w", "arguments": '{"city": "Rome"}'}}
     row = {"messages": [user("Warm?"), {"role": "assistant", "content": None, "tool_calls": [call]}]}
-    chat = conversation(row, "line 1", DataConfig())
+    chat = conversation(row, DataConfig())
     by = renderer(wants_text.replace("c.function.arguments", "c.function.name + c.function.arguments"))
-    assert 'call w{"city": "Rome"}' in by.text(chat.messages, "line 1")
-    assert '{"name": "w", "arguments": {"city": "Rome"}}' in renderer(QWEN25).text(chat.messages, "line 1")
+    assert 'call w{"city": "Rome"}' in by.text(chat.messages)
+    assert '{"name": "w", "arguments": {"city": "Rome"}}' in renderer(QWEN25).text(chat.messages)
 
 
 def test_a_keyword_that_the_template_does_not_read_is_refused_with_the_nearest() -> None:
@@ -116,10 +112,10 @@ def test_a_keyword_that_the_template_does_not_read_is_refused_with_the_nearest()
         renderer(QWEN3, apply_chat_template_kwargs={"enable_thinkin": False})
     with pytest.raises(ConfigError, match="the tokenizer's chat template shows no tools"):
         renderer(CHATML, apply_chat_template_kwargs={"tools": [{"type": "function", "function": {"name": "w"}}]})
-    chat = conversation({"messages": [user("a"), user("b", "assistant")], "enable_thinking": False}, "line 1", DataConfig())
+    chat = conversation({"messages": [user("a"), user("b", "assistant")], "enable_thinking": False}, DataConfig())
     with pytest.raises(BadRow, match="enable_thinking=False, which the chat template does not read"):
-        Tokenizing(renderer(CHATML))(chat, "line 1")
-    Tokenizing(renderer(QWEN3))(chat, "line 1")
+        Tokenizing(renderer(CHATML))(chat)
+    Tokenizing(renderer(QWEN3))(chat)
 
 
 def test_a_prompt_that_ends_with_the_assistant_is_refused_or_gone_on_with() -> None:
@@ -127,10 +123,10 @@ def test_a_prompt_that_ends_with_the_assistant_is_refused_or_gone_on_with() -> N
     with pytest.raises(
         BadRow, match=r"ends with a message of the assistant, which may be the answer.*continue_final_message=true"
     ):
-        renderer(QWEN25).render(asked, "line 1")
+        renderer(QWEN25).render(asked)
     goes_on = renderer(QWEN25, continue_final_message=True)
-    assert goes_on.render(asked, "line 1").endswith("<|im_start|>assistant\nIt is")
-    assert goes_on.render(asked[:1], "line 1").endswith("<|im_start|>assistant\n")
+    assert goes_on.render(asked).endswith("<|im_start|>assistant\nIt is")
+    assert goes_on.render(asked[:1]).endswith("<|im_start|>assistant\n")
 
 
 @pytest.mark.parametrize("column", ["images", "videos"])
@@ -138,8 +134,8 @@ def test_pictures_are_not_dropped_in_silence(column: str) -> None:
     row = {"data_source": "a", "prompt": "<image>?", "reward_model": {"ground_truth": "2"}}
     for read in (example, pair_texts, conversation):
         with pytest.raises(BadRow, match=f"column '{column}' is not empty"):
-            read(row | {column: [{"path": "a.png"}]}, "line 1", DataConfig())
-    assert example(row | {column: []}, "line 1", DataConfig()).ground_truth == "2"
+            read(row | {column: [{"path": "a.png"}]}, DataConfig())
+    assert example(row | {column: []}, DataConfig()).ground_truth == "2"
 
 
 def test_parquet_rows_have_the_parts_of_tool_calls_that_were_written_and_no_others(tmp_path: Path) -> None:
@@ -156,15 +152,15 @@ def test_parquet_rows_have_the_parts_of_tool_calls_that_were_written_and_no_othe
         pa.Table.from_pylist([{"messages": talk, "tools": tools, "extra_info": {"a": None}}]), tmp_path / "a.parquet"
     )
     row = open_source(str(tmp_path / "a.parquet")).row(0)
-    chat = conversation(row, "row 0", DataConfig())
+    chat = conversation(row, DataConfig())
     print(json.dumps(chat.messages[1]["tool_calls"]))
     assert [m.get("tool_calls") for m in chat.messages] == [m.get("tool_calls") for m in talk]
     assert chat.options["tools"] == tools and row["extra_info"] == {"a": None}
-    as_text = conversation({"messages": talk, "tools": json.dumps(tools)}, "row 0", DataConfig())
+    as_text = conversation({"messages": talk, "tools": json.dumps(tools)}, DataConfig())
     assert as_text.options == chat.options
     with pytest.raises(BadRow, match=r"tool_calls\[0\]\.function\.arguments' is '\{city'.*JSON text"):
         broken = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "w", "arguments": "{city"}}]}
-        conversation({"messages": [user("?"), broken]}, "row 0", DataConfig())
+        conversation({"messages": [user("?"), broken]}, DataConfig())
 
 
 def test_dates_and_decimals_become_text_and_bytes_are_a_bad_row(tmp_path: Path) -> None:
@@ -195,8 +191,8 @@ def test_qwens_own_template_leaves_out_a_role_that_it_does_not_know() -> None:
     by = Renderer(DataConfig(), AutoTokenizer.from_pretrained(SHARED / "tokenizers" / "qwen2.5"))
     for role, message in (("human", user("What is 6*7?", "human")), ("developer", user("x", "developer"))):
         with pytest.raises(BadRow, match=f"leaves out the content of message 0, of the role '{role}'"):
-            by.render([message], "line 1")
+            by.render([message])
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
     said = {"role": "assistant", "content": "", "tool_calls": [call]}
-    by.check_shown([user("system", "system"), user("?"), said, user("31", "tool")], "line 1", tools=tools)
+    by.check_shown([user("system", "system"), user("?"), said, user("31", "tool")], tools=tools)

@@ -347,11 +347,11 @@ LAYOUTS = [
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_hint_for_rows_with_other_columns_leads_to_a_reward_that_tells_right_from_wrong(layout):
     with pytest.raises(BadRow) as error:
-        example(layout, "line 1", DataConfig())
+        example(layout, DataConfig())
     keys = dict(re.findall(r"data\.(\w+)=(\w+)", str(error.value)))
     source = keys["data_source"] if keys["data_source"] != "NAME" else "math"
     print(keys)
-    read = example(layout, "line 1", DataConfig(**(keys | {"data_source": source})))
+    read = example(layout, DataConfig(**(keys | {"data_source": source})))
     assert score(auto(read.data_source, "#### 12\n\\boxed{12}", read.ground_truth)) == 1
     assert score(auto(read.data_source, "#### 3\n\\boxed{3}", read.ground_truth)) == 0
 
@@ -360,7 +360,7 @@ def test_the_hint_for_rows_with_other_columns_leads_to_a_reward_that_tells_right
 def test_the_hint_for_raw_gsm8k_holds_for_all_of_its_rows():
     rows = [json.loads(line) for line in (DATA / "gsm8k" / "gsm8k_test.jsonl").read_text().splitlines()]
     with pytest.raises(BadRow, match=r"data\.prompt_key=question data\.ground_truth_key=answer data\.data_source=gsm8k"):
-        example(rows[0], "line 1", DataConfig())
+        example(rows[0], DataConfig())
     golds = [row["answer"] for row in rows]
     paid = [score(gsm8k("gsm8k", "#### " + gold.rpartition("####")[2], gold)) for gold in golds]
     unpaid = [score(gsm8k("gsm8k", "#### " + gold.rpartition("####")[2] + "1", gold)) for gold in golds]
