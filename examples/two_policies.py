@@ -9,7 +9,9 @@ import grpo_rl
 from grpo_rl.trainer.session import Session
 from grpo_rl.types import Rollout
 
-GAME = "recipe=arithmetic/grpo", "data.val_files=[]", "trainer.total_training_steps=10"
+GAME = "recipe=arithmetic/grpo", "data.val_files=[]", "trainer.test_freq=-1", "trainer.total_training_steps=10"
+OTHERWISE_SAMPLED = "actor_rollout_ref.rollout.seed=1"
+"""Without it both would begin as one policy that gives the same answers."""
 
 
 def distance(rollout: Rollout) -> float:
@@ -36,6 +38,6 @@ def train(first: Session, second: Session) -> None:
 if __name__ == "__main__":
     with (
         grpo_rl.session(*GAME, "trainer.experiment_name=first", *sys.argv[1:]) as first,
-        grpo_rl.session(*GAME, "trainer.experiment_name=second", *sys.argv[1:]) as second,
+        grpo_rl.session(*GAME, OTHERWISE_SAMPLED, "trainer.experiment_name=second", *sys.argv[1:]) as second,
     ):
         train(first, second)

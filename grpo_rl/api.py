@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 GRACE_MARGIN_S = 30.0
 """Seconds beyond trainer.grace_s."""
 _INTERRUPTED = 130
-_SESSION = threading.Lock()
-"""Ray knows one cluster for a process."""
 
 
 def train(overrides: Sequence[str], *, quiet: bool = False) -> Run:
@@ -76,7 +74,8 @@ def session(*words: str | Mapping[str, Any]) -> Iterator[Session]:
 
     A configuration that Hydra has composed (`hydra.compose`, the argument under `@hydra.main`) may take the
     place of words. A named run goes on from its newest checkpoint. Leaving the block commits the last state
-    and exports the model.
+    and exports the model. Sessions may be open at once in one process, each with a run's folder of its own; they
+    share one Ray, and the one that is opened first is left last.
 
     Raises what `train` raises; Preempted after Ctrl-C or another signal, with the state saved. A lost worker
     ends the session; the same words go on from the newest checkpoint. In a notebook a second Ctrl-C ends the
@@ -91,18 +90,13 @@ def session(*words: str | Mapping[str, Any]) -> Iterator[Session]:
         raise ConfigError(
             f"trainer.schedule={schedule}: the loop over a session is the schedule; leave the key out, or name that loop"
         )
-    if not _SESSION.acquire(blocking=False):
-        raise ConfigError("a session is open in this process; leave its block first, or start a run by grpo_rl.train")
-    try:
-        plan = make_plan(composed)
-        with opened(composed, plan) as course, ExitStack() as stack:
-            prepare(course)
-            training = begin(course, stack)
-            with leaving_results(course, training), training.guarded():
-                yield training.session
-                training.leave()
-    finally:
-        _SESSION.release()
+    plan = make_plan(composed)
+    with opened(composed, plan) as course, ExitStack() as stack:
+        prepare(course)
+        training = begin(course, stack)
+        with leaving_results(course, training), training.guarded():
+            yield training.session
+            training.leave()
 
 
 def _checked(overrides: Sequence[str | Mapping[str, Any]]) -> tuple[list[str], Composed]:

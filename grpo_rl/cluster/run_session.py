@@ -45,6 +45,11 @@ RAY_JOB, STOP_WAIT = "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_JOB_STOP_WAIT_TIME_S"
 TAKEN_DOWN_S = 20.0
 """A run that has ended may take so long to leave a cluster that is gone."""
 
+_first: RunSession | None = None
+"""The session that this process opened first and has not left. Those beside it share its connection, as Ray knows one
+cluster for a process, and its answer to signals, as what must not be left half-way may belong to any of them.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class RunSession:
@@ -110,14 +115,26 @@ class RunSession:
 
 @contextmanager
 def run_session(plan: Plan, run_dir: RunDir, console: Console, page: PageBeside | None = None) -> Iterator[RunSession]:
-    """Start Ray for a plan, write status.json and answer signals.
+    """Start Ray for a plan, or use that of a session which is open in this process, write status.json and answer signals.
 
     At the end the status says how it ended, before anything is taken down, and the logs have a failure's traceback.
+    Raises ConfigError for a session beside one with other settings of Ray.
     """
+    global _first
+    first, ray_init = _first, plan.config.ray_kwargs.ray_init
+    if first is not None and first.plan.config.ray_kwargs.ray_init != ray_init:
+        raise ConfigError(
+            "ray_kwargs.ray_init: another session is open in this process with other values, and both use one Ray"
+        )
     status = Status(run_dir.status_file)
     over = Preempted("the grace period is over; the last commit is untouched")
-    stop = Stop(plan.config.trainer.grace_s, lambda: status.end(over), console.notice, console.give_back_terminal)
-    stop.listen()
+    stop = (
+        Stop(plan.config.trainer.grace_s, lambda: None, console.notice, console.give_back_terminal)
+        if first is None
+        else first.stop
+    )
+    if first is None:
+        stop.listen()
     wait_s, grace_s = os.environ.get(STOP_WAIT, "3"), plan.config.trainer.grace_s
     if RAY_JOB in os.environ and float(wait_s) < grace_s:
         console.warn(
@@ -125,12 +142,21 @@ def run_session(plan: Plan, run_dir: RunDir, console: Console, page: PageBeside 
             f"""--runtime-env-json '{{"env_vars": {{"{STOP_WAIT}": "90"}}}}'"""
         )
     with ExitStack() as stack:
-        stack.callback(stop.close)
+        if first is None:
+            stack.callback(stop.close)
+        stack.enter_context(stop.calling_at_deadline(lambda: status.end(over)))
         try:
-            ray_init, num_cpus, log = plan.config.ray_kwargs.ray_init, os.cpu_count() or 1, run_dir.logs / "ray.log"
-            lost = ends_the_run(plan, status, run_dir, console)
-            starting = connecting(ray_init, num_cpus, run_dir.session_file, lost, log, alone=plan.computes_alone)
-            yield RunSession(plan, run_dir, console, status, stop, stack.enter_context(starting))
+            if first is None:
+                num_cpus, log, lost = (
+                    os.cpu_count() or 1,
+                    run_dir.logs / "ray.log",
+                    ends_the_run(plan, status, run_dir, console),
+                )
+                starting = connecting(ray_init, num_cpus, run_dir.session_file, lost, log, alone=plan.computes_alone)
+                _first = RunSession(plan, run_dir, console, status, stop, stack.enter_context(starting))
+                yield _first
+            else:
+                yield RunSession(plan, run_dir, console, status, stop, first.connection)
         except BaseException as raised:
             error = behind_ray(raised)
             stop.finishing()
@@ -156,6 +182,9 @@ def run_session(plan: Plan, run_dir: RunDir, console: Console, page: PageBeside 
             if error is not raised:
                 raise error from None
             raise
+        finally:
+            if first is None:
+                _first = None
         status.end()
 
 

@@ -152,7 +152,9 @@ class Cluster:
         """Return the place of a function host and the cores that this run's devices leave to it there."""
         resources = next(known["Resources"] for known in ray.nodes() if known["NodeID"] == node)
         free = int(resources.get("CPU", 0.0) - sum(pool.cpus_on(node) for pool in self.pools.values()))
-        return NodeSlot(node, float(max(0, min(sum(spec.sizes(free).values()), free)))), free
+        # A local Ray has no others' jobs, and its sessions take turns on the cores as roles do.
+        num_cpus = 0 if runs_here() else max(0, min(sum(spec.sizes(free).values()), free))
+        return NodeSlot(node, float(num_cpus)), free
 
     @property
     def all_groups(self) -> list[WorkerGroup]:

@@ -276,18 +276,19 @@ class RunLoop:
     def _saved(self, request: Preempted) -> Preempted:
         """Save the newest state between two steps, and return the request with what was saved."""
         self.output.stop.finishing()
+        signal, _, _ = str(request).partition(": ")  # a session within this one has added what it saved
         if self._before is not None and self._unlogged is None and self.step != self._before["step"]:
             # No weight has changed since the step began.
             self.load_state_dict(self._before)
             self.output.status.update(step=self.step)
         if self.config.trainer.val_only:
-            return Preempted(f"{request}: nothing is trained (trainer.val_only=true), so the same command begins anew")
+            return Preempted(f"{signal}: nothing is trained (trainer.val_only=true), so the same command begins anew")
         if self.step == 0:
-            return Preempted(f"{request}: no step was done, so the same command begins anew")
+            return Preempted(f"{signal}: no step was done, so the same command begins anew")
         self.progress.phase("save")
         with self.output.console.progress(f"saving step {self.step}", keep=False):
             self.keep()
-        return Preempted(f"{request}: step {self.step} of {self.total_steps} is saved; the same command goes on from there")
+        return Preempted(f"{signal}: step {self.step} of {self.total_steps} is saved; the same command goes on from there")
 
     def resume(self, checkpoint: Checkpoint | Path) -> None:
         """Go on from this checkpoint; one that is only a path is verified first. Raises CheckpointError."""

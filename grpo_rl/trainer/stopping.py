@@ -7,7 +7,8 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 from grpo_rl.errors import Preempted
@@ -74,6 +75,21 @@ class Stop:
                 continue
             previous = signal.signal(number, self._on_signal)
             self._previous.setdefault(number, previous)
+
+    @contextmanager
+    def calling_at_deadline(self, call: Callable[[], None]) -> Iterator[None]:
+        """Do `call` too, before what is called otherwise, if the grace period ends within the block."""
+        others = self.on_deadline
+
+        def call_all() -> None:
+            call()
+            others()
+
+        self.on_deadline = call_all
+        try:
+            yield
+        finally:
+            self.on_deadline = others
 
     def close(self) -> None:
         """Give the signals back to the handlers that they had before."""

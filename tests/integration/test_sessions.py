@@ -1,4 +1,4 @@
-"""A session in the calling process, with real Ray and FSDP2: it gives the metrics of the command, twice in a row, and one at a time."""
+"""Sessions in the calling process, with real Ray and FSDP2: they give the metrics of the command, at once and one after the other."""
 
 from __future__ import annotations
 
@@ -42,22 +42,29 @@ from omegaconf import OmegaConf
 import grpo_rl
 from grpo_rl.config.compose import compose
 
-def train(s):
-    for step in s.steps():
-        s.sync_weights()
-        if trained := s.select(s.score(s.sample(s.next_prompts()))):
-            step.log(s.update(s.advantages(s.values(s.logprobs(s.batch(trained))))))
+def train(*sessions):
+    for steps in zip(*(s.steps() for s in sessions), strict=True):
+        for s in sessions:
+            s.sync_weights()
+        for s, step in zip(sessions, steps):
+            if trained := s.select(s.score(s.sample(s.next_prompts()))):
+                step.log(s.update(s.advantages(s.values(s.logprobs(s.batch(trained))))))
 
 if __name__ == "__main__":
-    composed = OmegaConf.create(compose(sys.argv[1:]).yaml())
-    for name, words in (("first", sys.argv[1:]), ("second", [composed])):
-        with grpo_rl.session(*words, f"trainer.experiment_name={name}") as session:
-            try:
-                with grpo_rl.session(*words):
-                    raise AssertionError("two at once")
-            except grpo_rl.errors.ConfigError as error:
-                print(error)
-            train(session)
+    words = sys.argv[1:]
+    composed = OmegaConf.create(compose(words).yaml())
+    with (
+        grpo_rl.session(*words, "trainer.experiment_name=first") as first,
+        grpo_rl.session(composed, "trainer.experiment_name=beside") as beside,
+    ):
+        try:
+            with grpo_rl.session(*words, "ray_kwargs.ray_init.num_cpus=3"):
+                raise AssertionError("two clusters")
+        except grpo_rl.errors.ConfigError as error:
+            print(error)
+        train(first, beside)
+    with grpo_rl.session(*words, "trainer.experiment_name=afterwards") as session:
+        train(session)
 """
 
 
@@ -81,22 +88,22 @@ def test_sessions_of_words_and_of_a_configuration_the_command_and_a_session_with
         [sys.executable, "my_loop.py", *words], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert done.stdout.count("a session is open in this process") == 2
+    assert "another session is open in this process with other values" in done.stdout
     command = [
         sys.executable,
         "-m",
         "grpo_rl.main",
         *words,
         "trainer.schedule=my_loop.py:train",
-        "trainer.experiment_name=third",
+        "trainer.experiment_name=command",
     ]
-    third = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
-    assert third.returncode == 0, third.stdout[-3000:] + third.stderr[-3000:]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     with testing.session(*words, "trainer.experiment_name=without_ray") as session:
         sync.train(session)
-    first, *others = (learnt(tmp_path / name) for name in ("first", "second", "third", "without_ray"))
+    first, *others = (learnt(tmp_path / name) for name in ("first", "beside", "afterwards", "command", "without_ray"))
     assert len(first) == 2 and all(other == first for other in others)
-    assert (tmp_path / "second" / "model" / "config.json").is_file()
+    assert (tmp_path / "beside" / "model" / "config.json").is_file()
 
 
 EXAMPLES = Path(grpo_rl.__file__).parents[1] / "examples"

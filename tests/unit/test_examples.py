@@ -6,8 +6,11 @@ import ast
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -121,6 +124,28 @@ def test_the_command_in_an_example_is_planned(command: str, monkeypatch: pytest.
     monkeypatch.chdir(EXAMPLES.parent)
     words = [word.strip("'") for word in command.replace("\\\n", " ").split()]
     assert make_plan(compose(words), Machine(num_gpus=0, num_cpus=2, device="cpu")).render()
+
+
+class Planned(Exception):
+    """The first verb of a session whose words are good."""
+
+
+class Verbs:
+    def __getattr__(self, name: str) -> None:
+        raise Planned
+
+
+@pytest.mark.parametrize("name", ["rl_loop.py", "two_policies.py"])
+def test_the_sessions_of_an_example_are_planned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def session(*words: str) -> Iterator[Verbs]:
+        make_plan(compose(words), Machine(num_gpus=0, num_cpus=2, device="cpu"))
+        yield Verbs()
+
+    monkeypatch.setattr(grpo_rl, "session", session, raising=False)
+    monkeypatch.setattr(sys, "argv", [name])
+    with pytest.raises(Planned):
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
 
 def test_the_training_is_planned_with_the_functions_of_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
