@@ -25,6 +25,8 @@ LONGEST = (
     "test_training.py",
     "test_commands.py",
     "test_episodes_run.py",
+    "test_sessions.py",
+    "test_sweep_launchers.py",
     "test_secrets.py",
 )
 """They begin: a long one that begins last is waited for by everybody else."""
