@@ -8,6 +8,7 @@ from typing import Any
 from grpo_rl.envs.contract import ToolCall
 from grpo_rl.errors import ConfigError
 from grpo_rl.registry import Registry
+from grpo_rl.rewards.rules.structured_rules import first_problem, schema_validator
 
 FORMATS: Registry[Callable[[str], Iterable[Any]]] = Registry("tool-call format")
 """A format returns each call of a turn, whose special tokens are in the text: {"name": ..., "arguments":
@@ -121,35 +122,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-_TYPES: dict[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "array": (list, tuple),
-    "object": (dict,),
-    "null": (type(None),),
-}
-
-
 def argument_problem(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:
-    """By the tool's JSON schema: required names and types of the first level."""
-    parameters = schema.get("parameters") or {}
-    properties = parameters.get("properties") or {}
-    missing = [name for name in parameters.get("required") or () if name not in arguments]
-    if missing:
-        return f"{schema['name']} needs {', '.join(missing)}"
-    if parameters.get("additionalProperties") is False and (unknown := [name for name in arguments if name not in properties]):
-        return f"{schema['name']} has no argument {', '.join(unknown)}; it takes {', '.join(properties) or 'none'}"
-    for name, value in arguments.items():
-        expected_type = properties.get(name, {}).get("type") if isinstance(properties.get(name), Mapping) else None
-        kinds = [expected_type] if isinstance(expected_type, str) else list(expected_type or ())
-        if kinds and not any(_is_of(value, kind) for kind in kinds):
-            return f"the argument {name} of {schema['name']} is {_short(value)}, not of type {' or '.join(kinds)}"
-    return None
-
-
-def _is_of(value: Any, kind: str) -> bool:
-    if isinstance(value, bool):
-        return kind == "boolean" or kind not in _TYPES
-    return kind not in _TYPES or isinstance(value, _TYPES[kind])
+    """By the tool's JSON schema. Raises ValueError for a bad one."""
+    problem = first_problem(schema_validator(json.dumps(schema.get("parameters") or {}, sort_keys=True)), dict(arguments))
+    return None if problem is None else f"{schema['name']}: {problem}"

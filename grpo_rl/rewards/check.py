@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import itertools
 import json
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -243,11 +243,6 @@ def _solve(terms: list[tuple[Fraction, str]], target: Fraction) -> str | None:
     return None
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
-
-
 def show(tried: Sequence[TriedRow], strange: Sequence[TriedRow], unmade: int, console: Console) -> None:
     table = Table("row", "response", "score", "parts")
     for row, _, outcome in tried[:SHOWN_ROWS]:
@@ -268,8 +263,9 @@ def show(tried: Sequence[TriedRow], strange: Sequence[TriedRow], unmade: int, co
         console.print(f"score: mean {sum(scores) / len(scores):.4g}, least {min(scores):g}, greatest {max(scores):g}")
     # The first call loads what the function needs.
     warm = [1000 * tried_row.seconds for tried_row in tried[1:] or tried]
+    median, p99, longest = np.percentile(warm, (50, 99, 100), method="inverted_cdf")
     console.print(
-        f"time per call: p50 {percentile(warm, 0.5):.3f} ms, p99 {percentile(warm, 0.99):.3f} ms, max {max(warm):.3f} ms; "
+        f"time per call: p50 {median:.3f} ms, p99 {p99:.3f} ms, max {longest:.3f} ms; "
         f"the first one {1000 * tried[0].seconds:.1f} ms"
     )
     failures = [f"  row {row.place}{_failed(outcome)}" for row, _, outcome in tried if isinstance(outcome, RewardFailure)]

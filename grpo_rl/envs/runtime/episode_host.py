@@ -64,6 +64,10 @@ class EpisodeHost:
             schema = schema_of(named, tool)
             if schema["name"] in self.tools:
                 raise ConfigError(f"two tools are called {schema['name']}")
+            try:
+                argument_problem(schema, {})
+            except ValueError as error:
+                raise ConfigError(f"tool {named.name!r}: {error}") from None
             self.tools[schema["name"]], self.schemas[schema["name"]] = tool, schema
 
     async def reset(self, values: Mapping[str, Any]) -> dict[str, Any]:

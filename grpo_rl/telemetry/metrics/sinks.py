@@ -22,9 +22,7 @@ from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from torch.utils.tensorboard import SummaryWriter
 
 from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import ConfigError
@@ -254,16 +252,16 @@ def _stored(file: Path, make: Callable[[], str]) -> str:
 
 class TensorBoard(Tracker):
     def __init__(self, run_dir: RunDir, *_: object) -> None:
-        self._writer = EventFileWriter(str(run_dir.tensorboard), flush_secs=10)
+        self._writer = SummaryWriter(run_dir.tensorboard, flush_secs=10)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        values = [Summary.Value(tag=key, simple_value=float(value)) for key, value in metrics.items() if key != STEP]
-        self._writer.add_event(Event(step=step, wall_time=time.time(), summary=Summary(value=values)))
+        for key, value in metrics.items():
+            if key != STEP:
+                self._writer.add_scalar(key, value, step)
 
     def truncate_after(self, step: int) -> None:
-        # TensorBoard hides events at or after the step of a later START.
-        start = SessionLog(status=SessionLog.SessionStatus.START)
-        self._writer.add_event(Event(step=step + 1, wall_time=time.time(), session_log=start))
+        self._writer.close()
+        self._writer = SummaryWriter(self._writer.log_dir, purge_step=step + 1, flush_secs=10)
 
     def close(self) -> None:
         self._writer.close()

@@ -204,7 +204,7 @@ def test_tools_answer_calls_and_what_is_wrong_with_one_goes_back_to_the_policy(m
     texts = [message["content"] for message in bad["messages"]]
     assert [message["role"] for message in bad["messages"]] == ["tool"] * 4
     assert (
-        texts[0] == "Error: add needs b"
+        texts[0] == "Error: add: 'b' is a required property"
         and "no tool 'mul'" in texts[1]
         and "nothing to add" in texts[2]
         and "the tool call is no" in texts[3]
