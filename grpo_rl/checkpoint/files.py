@@ -22,7 +22,6 @@ Entry = tuple[int, str]
 Files = dict[str, Entry]
 
 _PIECE_BYTES = 16 << 20
-_READ_BYTES = 4 << 20
 
 
 def make_folder(path: Path) -> None:
@@ -82,12 +81,8 @@ def entry_of(path: Path) -> Entry:
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
         raise OSError(f"{path.name} is not a regular file")
-    digest = hashlib.sha256()
-    piece = memoryview(bytearray(min(status.st_size + 1, _READ_BYTES)))
     with path.open("rb", buffering=0) as file:
-        while length := file.readinto(piece):
-            digest.update(piece[:length])
-    return status.st_size, digest.hexdigest()
+        return status.st_size, hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def walk(folder: Path) -> Iterator[tuple[str, bool]]:

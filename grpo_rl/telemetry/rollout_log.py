@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import queue
 import re
-import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from grpo_rl.background import has_ended, in_background
 from grpo_rl.config.secrets import hide_known
 from grpo_rl.errors import DataError
 from grpo_rl.run_files import read_lines
@@ -27,7 +27,6 @@ Kind = Literal["rollouts", "val"]
 WRITE_S = 3600.0  # the longest time in which a step's rollouts are written
 CLOSE_S = 30.0
 MOST_REWARD_PARTS = 1000
-_LATE = f"the rollouts of a step were not written to the log within {WRITE_S:.0f} s"
 
 
 class RolloutLog:
@@ -47,10 +46,7 @@ class RolloutLog:
         self._warn, self._is_failing = warn, False
         self._folders: dict[Kind, Path] = {"rollouts": run_dir.rollouts, "val": run_dir.val}
         self._token_groups = token_groups
-        self._jobs: queue.Queue[Callable[[], object] | None] = queue.Queue(maxsize=1)
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name="rollout-log", daemon=True)
-        self._thread.start()
+        self._unfinished: deque[Future[None]] = deque()
 
     def write(
         self, kind: Kind, step: int, rollouts: Sequence[Rollout], advantages: Sequence[float | None] | None = None
@@ -61,13 +57,21 @@ class RolloutLog:
         if advantages is not None and len(advantages) != len(rollouts):
             raise ValueError(f"{len(rollouts)} rollouts but {len(advantages)} advantages")
         path = self._folders[kind] / f"step_{step}.jsonl"
-        self._raise_failure()
-        self._put(partial(self._write, kind, step, path, list(rollouts), advantages))
+        self._wait_until(1)
+        job = partial(self._write, [*self._unfinished], kind, step, path, list(rollouts), advantages)
+        self._unfinished.append(in_background("rollout-log", job))
         return path
 
     def _write(
-        self, kind: Kind, step: int, path: Path, rollouts: Sequence[Rollout], advantages: Sequence[float | None] | None
+        self,
+        earlier: Sequence[Future[None]],
+        kind: Kind,
+        step: int,
+        path: Path,
+        rollouts: Sequence[Rollout],
+        advantages: Sequence[float | None] | None,
     ) -> None:
+        wait(earlier)
         try:
             write_rollouts(path, rollouts, advantages, self._token_groups)
         except OSError as error:
@@ -82,39 +86,17 @@ class RolloutLog:
 
     def flush(self) -> None:
         """Wait until all is written that the disk takes. Raises any other failure."""
-        if self._thread.is_alive():
-            done = threading.Event()
-            self._put(done.set)
-            if not done.wait(WRITE_S):
-                raise OSError(_LATE)
-        self._raise_failure()
+        self._wait_until(0)
 
     def close(self) -> None:
-        """End the thread, after some seconds whatever is unwritten: a failed run may have lost its store."""
-        if self._thread.is_alive():
-            with contextlib.suppress(queue.Full):
-                self._jobs.put(None, timeout=CLOSE_S)
-            self._thread.join(CLOSE_S)
+        """Wait some seconds for what is unwritten: a failed run may have lost its store."""
+        wait(self._unfinished, CLOSE_S)
 
-    def _put(self, job: Callable[[], object]) -> None:
-        try:
-            self._jobs.put(job, timeout=WRITE_S)
-        except queue.Full:
-            raise OSError(_LATE) from None
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                job()
-            except BaseException as error:  # raised again in the run's thread
-                self._failure = self._failure or error
-            # Until the next job comes, the thread must not hold a step's rollouts and their blocks.
-            del job
-
-    def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+    def _wait_until(self, num_unfinished: int) -> None:
+        while len(self._unfinished) > num_unfinished or (self._unfinished and self._unfinished[0].done()):
+            if not has_ended(self._unfinished[0], WRITE_S):
+                raise OSError(f"the rollouts of a step were not written to the log within {WRITE_S:.0f} s")
+            self._unfinished.popleft().result()
 
 
 def write_rollouts(

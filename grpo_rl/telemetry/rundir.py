@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import secrets
@@ -266,12 +267,8 @@ def _refuse_prepared(run: Path) -> None:
 
 
 def _first_free(pattern: Path) -> Path:
-    number = 1
-    while True:
-        path = pattern.with_name(pattern.name.format(number))
-        if not path.exists():
-            return path
-        number += 1
+    paths = (pattern.with_name(pattern.name.format(number)) for number in itertools.count(1))
+    return next(path for path in paths if not path.exists())
 
 
 # ---- the lock: one process at a time runs under one name, on one machine or several -----------------------------

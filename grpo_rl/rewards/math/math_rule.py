@@ -164,6 +164,7 @@ FIRST_TEXTS = (r"x^2+2\sqrt{y} \le -\frac{r}{8}", r"[2,\infty)\cup\{3\}", r"\sin
 """Most of the grammar, of which the parser makes its tables."""
 
 
+@functools.lru_cache(maxsize=512)
 def equivalent(gold: str, answer: str) -> bool:
     """Whether math-verify finds the two equal. Both must have passed `may_reach_algebra`.
 
@@ -172,21 +173,6 @@ def equivalent(gold: str, answer: str) -> bool:
     that does not end is killed.
     """
     _load()
-    return _compared(gold, answer)
-
-
-@functools.cache
-def _load() -> None:
-    """Load before calls are counted what the first comparisons load."""
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns, once for a process, that its timeouts are off
-    for gold, answer in (("x<1", "1>x"), ("2 \\le x \\le 3", "[2,3]"), ("x^2=4", "x=\\pm\\sqrt{4}")):
-        _equal(gold, answer)
-    for text in FIRST_TEXTS:
-        _parsed(text)
-
-
-@functools.lru_cache(maxsize=512)
-def _compared(gold: str, answer: str) -> bool:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -205,6 +191,16 @@ def _compared(gold: str, answer: str) -> bool:
     finally:
         os.close(reader)
         os.waitpid(child, 0)
+
+
+@functools.cache
+def _load() -> None:
+    """Load before calls are counted what the first comparisons load."""
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns, once for a process, that its timeouts are off
+    for gold, answer in (("x<1", "1>x"), ("2 \\le x \\le 3", "[2,3]"), ("x^2=4", "x=\\pm\\sqrt{4}")):
+        _equal(gold, answer)
+    for text in FIRST_TEXTS:
+        _parsed(text)
 
 
 class _TooMuch(BaseException):

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_rl.config.schema.reward import JudgeConfig
-from grpo_rl.errors import RewardError
-from grpo_rl.processes.child import KILL_S, Child, OutputLog, encode
+from grpo_rl.processes.child import Child, OutputLog, encode
 from grpo_rl.rewards.contract import Outcome, RewardFailure, RewardResult, number_of
 from grpo_rl.rewards.models.judge_question import ERROR, INVALID, KINDS, TIMEOUT, JudgeSpec
 from grpo_rl.rewards.runtime.process import Job
-from grpo_rl.rewards.runtime.processes import Broken, Done
+from grpo_rl.rewards.runtime.processes import Broken, Done, Processes
 
 LOOK_S = 1.0
 PATIENCE_S = 5.0
@@ -38,35 +37,26 @@ def share_of(config: JudgeConfig, place: int = 0, num_hosts: int = 1) -> Share:
     return Share(num_requests, interval_s * min(num_hosts, config.max_concurrency))
 
 
-class JudgeProcess:
-    """Asks the judge about jobs as they come; implements `runner.JobPool`, with `done` and `broken` as
-    `RewardProcesses` has them.
+class JudgeProcess(Processes):
+    """Asks the judge about jobs as they come.
 
     A process that ends, or says nothing for longer than a request may take, is replaced. If it had several
     jobs, each is asked about again with nothing beside it, so that one which breaks a parser costs the others
     nothing.
     """
 
+    what = "the judge's process"
+
     def __init__(self, spec: JudgeSpec, done: Done, broken: Broken, log: Path | None = None) -> None:
-        self._spec, self._done, self._give_up, self._log = spec, done, broken, log
-        self._share = share_of(spec.config)
-        self._lock, self._ready = threading.Lock(), threading.Event()
+        self._spec, self._share = spec, share_of(spec.config)
+        self._lock = threading.Lock()
         self._waiting: deque[Job] = deque()
         self._suspects: deque[Job] = deque()
         self._asked: dict[int, Job] = {}
         self._serials = itertools.count()
         self._heard = time.monotonic()
         self._child: Child | None = None
-        self._broken: RewardError | None = None
-        self._closed = False
-        self._thread = threading.Thread(target=self._work, name="judge", daemon=True)
-        self._thread.start()
-
-    def check_started(self) -> None:
-        while not self._ready.wait(LOOK_S):
-            pass
-        if self._broken is not None:
-            raise self._broken
+        super().__init__(done, broken, [log])
 
     def put(self, jobs: Sequence[Job]) -> None:
         with self._lock:
@@ -79,12 +69,6 @@ class JudgeProcess:
             self._share = share
             self._send({"share": share})
         self._feed()
-
-    def close(self) -> None:
-        self._closed = True
-        if self._child is not None:
-            self._child.kill()
-        self._thread.join(KILL_S)
 
     def _feed(self) -> None:
         """Send as many jobs as may be asked about at once; a suspect goes alone."""
@@ -119,39 +103,20 @@ class JudgeProcess:
             except OSError:  # the thread that hears it finds out how it ended
                 self._child.kill()
 
-    def _work(self) -> None:
-        log = OutputLog(self._log)
-        try:
-            while not self._closed:
-                child = self._started(log)
-                self._ready.set()
-                self._feed()
-                cause = self._hear(child)
-                child.kill()
-                if not self._closed:
-                    self._ended(cause)
-        except Exception as error:  # a thread's own exception would be lost
-            self._broken = error if isinstance(error, RewardError) else RewardError(f"the judge's process: {error}")
-            if not self._closed:
-                self._give_up(self._broken)
-        finally:
-            if self._child is not None:
-                self._child.kill()
-            self._ready.set()
-            log.close()
-
-    def _started(self, log: OutputLog) -> Child:
+    def _work(self, number: int, log: OutputLog) -> None:
         limit = self._spec.memory_limit_gb
         setup = asdict(self._spec) | {"memory_limit": None if limit is None else int(limit * 2**30)}
-        child = Child("grpo_rl.rewards.models.judge", setup, log)
-        if trouble := child.wait_until_ready():
-            raise RewardError(trouble)
-        with self._lock:
-            self._child = child
-            self._send({"share": self._share})
-        if self._closed:
+        while not self._closed:
+            child = Child("grpo_rl.rewards.models.judge", setup, log)
+            self._start(number, child)
+            with self._lock:
+                self._child = child
+                self._send({"share": self._share})
+            self._feed()
+            cause = self._hear(child)
             child.kill()
-        return child
+            if not self._closed:
+                self._ended(cause)
 
     def _hear(self, child: Child) -> RewardFailure:
         """Hand on answers until the process ends, or is silent for too long; return why."""

@@ -1,4 +1,4 @@
-"""The reward processes of one machine: a deadline for each call, and replacements of processes that ended."""
+"""The reward processes of one machine, each replaced if it ends."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import contextlib
 import queue
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
 from grpo_rl.config.schema.reward import RewardConfig
 from grpo_rl.errors import GrpoRlError, RewardError
-from grpo_rl.processes.child import KILL_S, OutputLog
+from grpo_rl.processes.child import KILL_S, Child, OutputLog
 from grpo_rl.rewards.runtime.process import Job, RewardProcess
 
 MOST_AT_ONCE = 64
@@ -24,8 +25,84 @@ Done = Callable[[Sequence[Job]], None]
 Broken = Callable[[GrpoRlError], None]
 
 
-class RewardProcesses:
-    """Processes that do jobs; `done` is called with those that are settled, `broken` if none can start."""
+class Processes(ABC):
+    """Threads that keep a process each, for jobs. `done` is called with those that are settled, `broken` if
+    none can start."""
+
+    what: str
+
+    def __init__(self, done: Done, broken: Broken, logs: Sequence[Path | None]) -> None:
+        """What processes print goes to `logs`, a file each. To be called when all else is made."""
+        self._done, self._give_up = done, broken
+        self._changed = threading.Condition()
+        self._closed = False
+        self._ready: set[int] = set()  # places whose process can be asked
+        self._broken: RewardError | None = None
+        self._children: dict[int, Child] = {}
+        self._threads = [threading.Thread(target=self._run, args=place, daemon=True) for place in enumerate(logs)]
+        for thread in self._threads:
+            thread.start()
+
+    @abstractmethod
+    def put(self, jobs: Sequence[Job]) -> None: ...
+
+    @abstractmethod
+    def _work(self, number: int, log: OutputLog) -> None:
+        """Keep a process at this place until all are closed."""
+
+    @property
+    def pids(self) -> dict[int, int]:
+        return {number: child.pid for number, child in self._children.items()}
+
+    def check_started(self) -> None:
+        """Return when all processes, replacements too, are ready. Raises RewardError if one cannot start."""
+        with self._changed:
+            while len(self._ready) < len(self._threads) and self._broken is None:
+                self._changed.wait(1.0)
+            if self._broken is not None:
+                raise self._broken
+
+    def close(self) -> None:
+        self._closed = True
+        for child in list(self._children.values()):
+            child.kill()
+        deadline = time.monotonic() + KILL_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _run(self, number: int, log_path: Path | None) -> None:
+        log = OutputLog(log_path)
+        try:
+            self._work(number, log)
+        except Exception as error:  # a thread's own exception would be lost
+            self._break(error if isinstance(error, RewardError) else RewardError(f"{self.what}: {error}"))
+        finally:
+            if number in self._children:
+                self._children[number].kill()
+            log.close()
+
+    def _start(self, number: int, child: Child) -> None:
+        """Wait until a new process is ready. Raises RewardError if it cannot start."""
+        self._children[number] = child
+        if self._closed:
+            child.kill()
+        if trouble := child.wait_until_ready():
+            raise RewardError(trouble)
+        with self._changed:
+            self._ready.add(number)
+            self._changed.notify_all()
+
+    def _break(self, why: RewardError) -> None:
+        with self._changed:
+            if not self._closed:
+                self._broken = why
+            self._changed.notify_all()
+        if self._broken is not None:
+            self._give_up(why)
+
+
+class RewardProcesses(Processes):
+    what = "reward processes"
 
     def __init__(
         self,
@@ -36,68 +113,34 @@ class RewardProcesses:
         data_sources: Iterable[str] = (),
         logs: Sequence[Path] = (),
     ) -> None:
-        """Processes load what the rules for `data_sources` need, and print to `logs`, a file each."""
-        self._config, self._done, self._give_up = config, done, broken
-        self._data_sources = list(data_sources)
+        """Processes load what the rules for `data_sources` need."""
+        self._config, self._data_sources = config, list(data_sources)
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._changed = threading.Condition()
-        self._closed = False
-        self._ready: set[int] = set()  # places whose process can be asked
-        self._broken: RewardError | None = None
-        self._workers: dict[int, RewardProcess] = {}
-        paths: Sequence[Path | None] = logs or [None] * (config.num_workers or 1)
-        self._threads = [threading.Thread(target=self._work, args=place, daemon=True) for place in enumerate(paths)]
-        for thread in self._threads:
-            thread.start()
-
-    @property
-    def pids(self) -> dict[int, int]:
-        return {number: worker.child.pid for number, worker in self._workers.items()}
-
-    def check_started(self) -> None:
-        """Return when all processes, replacements too, are ready. Raises RewardError if one cannot start."""
-        with self._changed:
-            while len(self._ready) < len(self._threads) and self._broken is None:
-                self._changed.wait(1.0)
-            if self._broken is not None:
-                raise self._broken
+        super().__init__(done, broken, logs or [None] * (config.num_workers or 1))
 
     def put(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
             self._queue.put(job)
 
     def close(self) -> None:
-        self._closed = True
         for _ in self._threads:
             self._queue.put(None)
-        for worker in list(self._workers.values()):
-            worker.child.kill()
-        deadline = time.monotonic() + KILL_S
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        super().close()
 
-    def _work(self, number: int, log_path: Path | None) -> None:
-        log = OutputLog(log_path)
-        try:
-            worker = self._start(number, log)
-            while (job := self._queue.get()) is not None and not self._closed:
-                if not worker.child.alive:
-                    worker = self._start(number, log)
-                waiting = worker.ask(self._with_others(job), partial(self._tell, number, worker))
-                if waiting and not worker.child.alive:
-                    # Another call may have broken it: a response answers only for a process that no other has used.
-                    worker = self._start(number, log)
-                    waiting = [*worker.ask(waiting[:1], partial(self._tell, number, worker)), *waiting[1:]]
-                for job in waiting:
-                    self._queue.put(job)
-                if not worker.child.alive and not self._closed:
-                    worker = self._start(number, log)
-        except Exception as error:  # a thread's own exception would be lost
-            self._break(RewardError(f"reward processes: {error}"))
-        finally:
-            if number in self._workers:
-                self._workers[number].child.kill()
-            log.close()
+    def _work(self, number: int, log: OutputLog) -> None:
+        worker = self._started(number, log)
+        while (job := self._queue.get()) is not None and not self._closed:
+            if not worker.child.alive:
+                worker = self._started(number, log)
+            waiting = worker.ask(self._with_others(job), partial(self._tell, number, worker))
+            if waiting and not worker.child.alive:
+                # Another call may have broken it: a response answers only for a process that no other has used.
+                worker = self._started(number, log)
+                waiting = [*worker.ask(waiting[:1], partial(self._tell, number, worker)), *waiting[1:]]
+            for job in waiting:
+                self._queue.put(job)
+            if not worker.child.alive and not self._closed:
+                worker = self._started(number, log)
 
     def _with_others(self, first: Job) -> list[Job]:
         """Return the job, and as many alike that wait as leaves enough for every other process."""
@@ -114,17 +157,14 @@ class RewardProcesses:
             break
         return jobs
 
-    def _start(self, number: int, log: OutputLog) -> RewardProcess:
-        worker = self._workers[number] = RewardProcess(self._config, self._data_sources, log)
-        if self._closed:
-            worker.child.kill()
-        if trouble := worker.child.wait_until_ready():
+    def _started(self, number: int, log: OutputLog) -> RewardProcess:
+        worker = RewardProcess(self._config, self._data_sources, log)
+        try:
+            self._start(number, worker.child)
+        except RewardError as error:
             limit = self._config.memory_limit_gb
             hint = "" if limit is None else f" (its memory ends at reward.memory_limit_gb={limit:g})"
-            raise RewardError(f"the process of the reward functions cannot start: {trouble}{hint}")
-        with self._changed:
-            self._ready.add(number)
-            self._changed.notify_all()
+            raise RewardError(f"the process of the reward functions cannot start: {error}{hint}") from None
         return worker
 
     def _tell(self, number: int, worker: RewardProcess, jobs: Sequence[Job]) -> None:
@@ -132,11 +172,3 @@ class RewardProcesses:
             with self._changed:
                 self._ready.discard(number)
         self._done(jobs)
-
-    def _break(self, why: RewardError) -> None:
-        with self._changed:
-            if not self._closed:
-                self._broken = why
-            self._changed.notify_all()
-        if self._broken is not None:
-            self._give_up(why)
