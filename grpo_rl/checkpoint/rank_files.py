@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -74,18 +74,13 @@ class RankFiles:
         # The thread takes the share out of the list: its tensors can be freed as soon as they are copied.
         shares = [take(self.policy, self.training, self.rank)]
         texts = texts if texts and self.rank == 0 else {}
-        if not background:
-            self._saving = Future()
-            try:
-                self._saving.set_result(self._written(folder, shares.pop(), texts))
-            except CheckpointError as error:
-                self._saving.set_exception(error)
-            return
         self._copied.clear()
         tensors = [part.tensor for parts in shares[0].parts.values() for part in parts.values()]
         on_gpu = [tensor.device for tensor in tensors if tensor.is_cuda]
-        if not on_gpu and sum(tensor.nbytes for tensor in tensors) > COPIED_BYTES:
+        if not background or (not on_gpu and sum(tensor.nbytes for tensor in tensors) > COPIED_BYTES):
             self._saving = in_background("checkpoint", lambda: self._written_in_place(folder, shares.pop(), texts))
+            if not background:
+                wait([self._saving])
             return
         # A stream whose copies wait for the GPU's work until now, and for none that the training starts after it.
         stream = torch.cuda.Stream(on_gpu[0]) if on_gpu else None

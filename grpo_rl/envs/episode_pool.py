@@ -149,8 +149,6 @@ class EpisodePool(WholeBatches):
         self.max_model_len, self.max_turns, self.timeout_s = max_model_len, max_turns, timeout_s
         self.retries, self.quiet_s = retries, quiet_s
         self._playing: dict[str, Playing] = {}
-        self._of_name: dict[str, Playing] = {}
-        """Episodes by the name of their attempt."""
         self._of_turn: dict[str, Playing] = {}
         """Episodes by the id of the turn that is being sampled."""
         self._ended: dict[str, Rollout] = {}
@@ -207,7 +205,7 @@ class EpisodePool(WholeBatches):
         self._wave += bool(forgotten)
         self._withdraw(*forgotten)
         for playing in forgotten:
-            self._end_environment(playing)
+            self.environments.end(playing.name)
         for name in ids:
             self._ended.pop(name, None)
 
@@ -274,7 +272,6 @@ class EpisodePool(WholeBatches):
     def _begin(self, playing: Playing) -> None:
         row = playing.row
         self._playing[playing.id] = playing
-        self._of_name[playing.name] = playing
         messages: Sequence[Mapping[str, Any]] = row.messages or ({"role": "user", "content": row.text},)
         start = {
             "uid": row.uid,
@@ -287,8 +284,8 @@ class EpisodePool(WholeBatches):
         self.environments.begin(playing.name, start)
 
     def _happened(self, event: Event) -> None:
-        playing = self._of_name.get(event.episode)
-        if playing is None:
+        playing = self._playing.get(event.episode.rpartition("#")[0])
+        if playing is None or playing.name != event.episode:  # of an attempt that is over
             return
         if event.what == "lost":
             self._try_again(playing, event.cause)
@@ -437,7 +434,6 @@ class EpisodePool(WholeBatches):
         if playing.attempt >= self.retries:
             self._fail(playing, "environment_error", f"{cause} ({playing.attempt + 1} attempts)")
             return
-        del self._of_name[playing.name]
         self._begin(playing.again())
 
     def _withdraw(self, *episodes: Playing) -> None:
@@ -452,10 +448,6 @@ class EpisodePool(WholeBatches):
         self._finish(playing, "failed", (kind, cause))
 
     def _finish(self, playing: Playing, ended: Ending, failure: tuple[str, str] | None = None) -> None:
-        self._end_environment(playing)
+        self.environments.end(playing.name)
         del self._playing[playing.id]
         self._ended[playing.id] = playing.rollout(ended, failure)
-
-    def _end_environment(self, playing: Playing) -> None:
-        if self._of_name.pop(playing.name, None) is not None:
-            self.environments.end(playing.name)

@@ -119,16 +119,15 @@ def write_rollouts(
 def record_of(rollout: Rollout, advantage: float | None = None) -> dict[str, Any]:
     logprobs = np.asarray(rollout.rollout_logprobs)
     sampled = np.concatenate([logprobs[start : start + length] for start, length in rollout.spans] or [logprobs[:0]])
-    optional = {
+    optional: dict[str, Any] = {
         "weight_versions": rollout.versions if len(rollout.versions) > 1 else None,
         "baseline": rollout.baseline,
         "steps": rollout.steps,
         "failure": rollout.failure,
         "failure_cause": rollout.failure_cause,
-        "ended": None if rollout.episode is None else rollout.episode.ended,
-        "num_turns": None if rollout.episode is None else len(rollout.episode.turns),
-        "episode": None if rollout.episode is None else episode_record(rollout.episode),
     }
+    if (episode := rollout.episode) is not None:
+        optional |= {"ended": episode.ended, "num_turns": len(episode.turns), "episode": episode_record(episode)}
     return {
         "prompt": rollout.prompt.text,
         "response": str(rollout.text),

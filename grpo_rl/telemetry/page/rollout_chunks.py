@@ -31,7 +31,7 @@ Pieces = Callable[[Sequence[int]], list[str]]  # texts of token ids, none if the
 TOKENIZER = "tokenizer"  # field of status.json: the tokenizer's folder
 FILE = "tokenizer.json"
 INDEX = "index"
-FORMAT = 3  # of the index; files of another format are written anew
+FORMAT = 4  # of the index; files of another format are written anew
 INLINE_BYTES = 12 * 2**20  # logged rollouts up to which they are part of the page
 CHUNK_BYTES = 2**20  # texts of a chunk: about what a browser unpacks in some hundredths of a second
 PREVIEW = 160  # characters of a prompt in the list of groups
@@ -56,18 +56,17 @@ def chunks_of(
     index: dict[str, Any] = {"format": FORMAT, "steps": []}
     index |= {name: list(earlier.get(name, ())) for name in ("prompts", "sources", "failures")}
     places = {key: place for place, (key, *_) in enumerate(index["prompts"])}
-    stamps: dict[str, list[int]] = {}
     inlined: dict[str, str] = {}
     for (kind, step), path in sorted(files.items()):
         try:
             stat = path.stat()
             stamp = [stat.st_size, stat.st_mtime_ns]
-            entry = known.get((kind, step)) if earlier.get("stamps", {}).get(f"{kind}/{step}") == stamp else None
-            records = [] if entry is not None else read_rollouts(path)
+            entry = known.get((kind, step), {})
+            records = [] if entry.get("stamp") == stamp else read_rollouts(path)
         except (OSError, DataError):
             continue
-        if entry is None:
-            entry = {"kind": kind, "step": step, "num": len(records), "groups": [], "chunks": []}
+        if entry.get("stamp") != stamp:
+            entry = {"kind": kind, "step": step, "num": len(records), "groups": [], "chunks": [], "stamp": stamp}
             for groups in _parted(records):
                 name = f"{kind}_{step}_{len(entry['chunks'])}"
                 entry["chunks"].append([name, len(entry["groups"]), len(groups)])
@@ -78,10 +77,9 @@ def chunks_of(
                 else:
                     write_chunk(folder, name, packed)
         index["steps"].append(entry)
-        stamps[f"{kind}/{step}"] = stamp
     if is_inlined:
         return index, inlined
-    write_chunk(folder, INDEX, pack(index | {"stamps": stamps}))
+    write_chunk(folder, INDEX, pack(index))
     names = {name for entry in index["steps"] for name, _, _ in entry["chunks"]}
     for path in folder.glob("*.js"):  # of steps that are no longer there: a resumed run writes them anew
         if re.fullmatch(r"(rollouts|val)_\d+_\d+", path.stem) and path.stem not in names:
