@@ -112,7 +112,11 @@ def fault_point(name: str, **told: Any) -> str | None:
             _note(entry, context)
             if entry.action == "nan":
                 return entry.action
-            _act(entry)
+            if entry.action == "raise":
+                raise InjectedFault(f"injected at {entry.point}")
+            if code := _ERRNO.get(entry.action):
+                raise OSError(code, f"{os.strerror(code)} (injected)", entry.point)
+            _DIRECT[entry.action](entry.value)
     return None
 
 
@@ -192,15 +196,6 @@ def _parse(text: str, state: str | None) -> _Entry:
     if once and not state:
         raise ConfigError(f"GRPO_FAULT: `once` in {text!r} needs a folder to remember it in: GRPO_FAULT_STATE")
     return _Entry(text, point, action, float(_DEFAULTS.get(action, 0) if value is None else value), conditions, nth, once)
-
-
-def _act(entry: _Entry) -> None:
-    if entry.action == "raise":
-        raise InjectedFault(f"injected at {entry.point}")
-    if entry.action in _ERRNO:
-        code = _ERRNO[entry.action]
-        raise OSError(code, f"{os.strerror(code)} (injected)", entry.point)
-    _DIRECT[entry.action](entry.value)
 
 
 def _spin(seconds: float) -> None:

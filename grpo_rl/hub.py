@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import queue
 import socket
+import threading
 from urllib.parse import urlsplit
-
-from grpo_rl.background import has_ended, in_background
 
 TIMEOUT_S = 5.0
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
@@ -20,9 +20,19 @@ def why_unreachable() -> str | None:
         return None
     hub = urlsplit(constants.ENDPOINT)
     host, port = str(hub.hostname), hub.port or (80 if hub.scheme == "http" else 443)
+    answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def connect() -> None:
+        try:
+            socket.create_connection((host, port), timeout=TIMEOUT_S).close()
+            answers.put(None)
+        except OSError as error:
+            answers.put(error.strerror or str(error))
+
     # In a thread, as a name server that does not answer holds up the look-up for longer than any timeout of a socket.
-    connecting = in_background("hub", lambda: socket.create_connection((host, port), timeout=TIMEOUT_S).close())
-    if not has_ended(connecting, TIMEOUT_S):
-        return f"{host} cannot be reached (no answer within {TIMEOUT_S:g} s)"
-    error = connecting.exception()
-    return None if error is None else f"{host} cannot be reached ({getattr(error, 'strerror', None) or error})"
+    threading.Thread(target=connect, daemon=True).start()
+    try:
+        why = answers.get(timeout=TIMEOUT_S)
+    except queue.Empty:
+        why = f"no answer within {TIMEOUT_S:g} s"
+    return None if why is None else f"{host} cannot be reached ({why})"

@@ -284,8 +284,8 @@ ENDLESS_WAITS = {
     ("trainer/stopping.py", "_watch"): "a daemon thread that has nothing to do until a signal comes, or `close`",
     (
         "telemetry/rollout_log.py",
-        "_work",
-    ): "a daemon thread that has nothing to do: `flush` and `close` wait for it with a deadline",
+        "_write",
+    ): "a daemon thread whose turn comes after the earlier file: `flush` and `close` wait for it with a deadline",
     ("api.py", "_wait"): "the run has deadlines of its own, and an interrupt ends the wait",
     ("telemetry/metrics/sinks.py", "_run"): "a daemon thread that has nothing to do: `close` waits for it with a deadline",
 }

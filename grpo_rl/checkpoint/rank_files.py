@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -78,9 +78,10 @@ class RankFiles:
         tensors = [part.tensor for parts in shares[0].parts.values() for part in parts.values()]
         on_gpu = [tensor.device for tensor in tensors if tensor.is_cuda]
         if not background or (not on_gpu and sum(tensor.nbytes for tensor in tensors) > COPIED_BYTES):
-            self._saving = in_background("checkpoint", lambda: self._written_in_place(folder, shares.pop(), texts))
+            self._saving = in_background("checkpoint", lambda: self._written(folder, shares.pop(), texts))
+            self._saving.add_done_callback(lambda _: self._copied.set())
             if not background:
-                wait([self._saving])
+                has_ended(self._saving, self.patience_s)
             return
         # A stream whose copies wait for the GPU's work until now, and for none that the training starts after it.
         stream = torch.cuda.Stream(on_gpu[0]) if on_gpu else None
@@ -123,12 +124,6 @@ class RankFiles:
             raise CheckpointError(
                 f"the state of rank {self.rank} was not copied for its checkpoint within {self.patience_s:.0f} s"
             )
-
-    def _written_in_place(self, folder: Path, share: Share, texts: Mapping[str, str]) -> Files:
-        try:
-            return self._written(folder, share, texts)
-        finally:
-            self._copied.set()
 
     def _copied_and_written(
         self, folder: Path, shares: list[Share], texts: Mapping[str, str], stream: torch.cuda.Stream | None

@@ -107,7 +107,11 @@ def write_rollouts(
     with temporary.open("wb") as file:
         for rollout, advantage in zip(rollouts, advantages or [None] * len(rollouts), strict=True):
             record = record_of(rollout, advantage)
-            line = dump_line(record | (token_record(rollout) if rollout.prompt.uid in uids else {}))
+            tokens: dict[str, Any] = {}
+            if rollout.prompt.uid in uids:
+                logprobs = np.asarray(rollout.rollout_logprobs).tolist()
+                tokens = {"token_ids": rollout.response_ids, "token_logprobs": [round(value, 4) for value in logprobs]}
+            line = dump_line(record | tokens)
             hidden = hide_known(line)
             if hidden != line:  # the tokens would show what is hidden in the text
                 hidden = hide_known(dump_line(record))
@@ -144,12 +148,6 @@ def record_of(rollout: Rollout, advantage: float | None = None) -> dict[str, Any
         "response_length": len(rollout.response_ids),
         "rollout_logprob_mean": float(sampled.mean(dtype="float64")) if len(sampled) else None,
     } | {name: value for name, value in optional.items() if value is not None}
-
-
-def token_record(rollout: Rollout) -> dict[str, Any]:
-    """Return token ids, and their log-probs under the policy that sampled them."""
-    logprobs = np.asarray(rollout.rollout_logprobs)
-    return {"token_ids": np.asarray(rollout.response_ids), "token_logprobs": [round(value, 4) for value in logprobs.tolist()]}
 
 
 def episode_record(episode: Episode) -> dict[str, Any]:
