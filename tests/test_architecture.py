@@ -282,10 +282,6 @@ ENDLESS_WAITS = {
     ("processes/child.py", "receive"): "the channel does not block: it is read when poll says so",
     ("processes/child.py", "_exactly"): "a child with nothing to do; it ends when the run's side of the channel closes",
     ("trainer/stopping.py", "_watch"): "a daemon thread that has nothing to do until a signal comes, or `close`",
-    (
-        "telemetry/rollout_log.py",
-        "_write",
-    ): "a daemon thread whose turn comes after the earlier file: `flush` and `close` wait for it with a deadline",
     ("api.py", "_wait"): "the run has deadlines of its own, and an interrupt ends the wait",
     ("telemetry/metrics/sinks.py", "_run"): "a daemon thread that has nothing to do: `close` waits for it with a deadline",
 }

@@ -96,7 +96,7 @@ class RolloutLog:
         while len(self._unfinished) > num_unfinished or (self._unfinished and self._unfinished[0].done()):
             if not has_ended(self._unfinished[0], WRITE_S):
                 raise OSError(f"the rollouts of a step were not written to the log within {WRITE_S:.0f} s")
-            self._unfinished.popleft().result()
+            self._unfinished.popleft().result(0)
 
 
 def write_rollouts(
