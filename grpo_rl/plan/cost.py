@@ -6,8 +6,8 @@ limit: an ended response gives its slot to the next, and the longest responses a
 and preempted requests are left out.
 
 For this machine the phases of a nominal device are scaled by what its latest run with the same devices and
-engine measured (`Fitted`), which also gives rewards and the rest of a step; `calibration.json` beside the
-runs has it.
+engine, and a model of about this size, measured (`Fitted`), which also gives rewards and the rest of a step;
+`calibration.json` beside the runs has it. A run beside which something else kept the machine busy is left out.
 """
 
 from __future__ import annotations
@@ -414,6 +414,8 @@ def assumptions(plan: Plan) -> str:
 # ---- what the runs on this machine say of it ------------------------------------------------------------------------
 
 FILE = "calibration.json"
+BUSY = 1.5
+"""A run that took so much longer than an earlier one of the same kind was not alone on the machine."""
 PHASES = {
     "sampling": "gen", "reward": "reward", "old log-probs": "old_logprobs", "reference": "ref", "critic's values": "values",
     "update": "update_actor", "critic's update": "update_critic", "weight transfer": "sync_weights", "step": "step",
@@ -424,9 +426,10 @@ PHASES = {
 def predict(plan: Plan, runs: Path) -> dict[str, float]:
     """Return the seconds of phases and `step` by earlier runs in this folder; empty without any."""
     try:
-        fitted = Fitted(**_read(runs)[_machine(plan)])
-        time = step_time(plan, plan.model, fitted)
-    except (TypeError, KeyError, AttributeError):  # another kind of file
+        known = _known(plan, runs)
+        nearest = min(known, key=lambda num_params: abs(math.log(num_params / plan.model.num_params)))
+        time = step_time(plan, plan.model, Fitted(**known[nearest]))
+    except (TypeError, ValueError, AttributeError):  # no such run, or another kind of file
         return {}
     return {} if time is None else time.phases | {"step": time.total}
 
@@ -469,12 +472,26 @@ def learn(plan: Plan, runs: Path, records: list[dict[str, float]]) -> None:
     fitted = dataclasses.replace(fitted, factors=factors | {"other": max(0.0, seconds["timing_s/step"] - without.total)})
     if plan.config.actor_rollout_ref.rollout.ignore_eos:  # forced lengths
         fitted = dataclasses.replace(fitted, response=MEAN_SHARE, spread=SPREAD)
-    learnt = _read(runs) | {_machine(plan): dataclasses.asdict(fitted)}
-    write_whole(runs / FILE, json.dumps(learnt, indent=1))
+    assert plan.model is not None, "it was estimated"
+    if (earlier := _known(plan, runs).get(plan.model.num_params)) is not None:
+        lengths = {"prompt": fitted.prompt, "response": fitted.response, "spread": fitted.spread}
+        before, now = (
+            step_time(plan, plan.model, Fitted(**entry)) for entry in (earlier | lengths, dataclasses.asdict(fitted))
+        )
+        if before is not None and now is not None and now.total > BUSY * before.total:
+            return
+    entry = {f"{_machine(plan)}; {plan.model.num_params} parameters": dataclasses.asdict(fitted)}
+    write_whole(runs / FILE, json.dumps(_read(runs) | entry, indent=1))
+
+
+def _known(plan: Plan, runs: Path) -> dict[int, dict[str, Any]]:
+    """Return the entries of this machine by the number of the model's parameters."""
+    keys = [(key.partition("; "), entry) for key, entry in _read(runs).items()]
+    return {int(size.split()[0]): entry for (machine, _, size), entry in keys if size and machine == _machine(plan)}
 
 
 def _machine(plan: Plan) -> str:
-    """Return what an entry holds for: devices, engine, and a digest of the user's functions."""
+    """Return what entries hold for: devices, engine, and a digest of the user's functions."""
     machine, functions = plan.machine, user_sources(function_files(dataclasses.asdict(plan.config)))
     devices = f"{plan.world_size} of {machine.num_gpus} GPUs" if machine.device == "cuda" else f"{machine.num_cpus} cores"
     engine = plan.engine.name if plan.engine is not None else "no engine"

@@ -570,7 +570,7 @@ def _time(plan: Plan) -> Rows:
         if phases:
             yield (
                 "assumed",
-                "what the latest run on this machine measured (calibration.json beside the runs), and responses as long",
+                "what a run on this machine measured (calibration.json beside the runs), and responses as long",
             )
         return
     for name, seconds in estimate.phases.items():

@@ -76,6 +76,19 @@ def test_a_larger_batch_takes_longer_and_another_machine_is_not_known(tmp_path: 
     assert cost.predict(planned(machine=Machine(num_gpus=0, num_cpus=4, device="cpu")), tmp_path) == {}
 
 
+def test_a_busy_run_changes_nothing_and_a_model_is_foretold_by_the_one_of_the_nearest_size(tmp_path: Path) -> None:
+    small, large = planned("actor_rollout_ref.model.path=builtin:arithmetic_half"), planned()
+    cost.learn(large, tmp_path, MEASURED)
+    before = cost.predict(large, tmp_path)
+    assert 0 < cost.predict(small, tmp_path)["step"] < before["step"]
+    cost.learn(large, tmp_path, records(gen=6.0, reward=0.4, ref=0.4, update_actor=2.4, sync_weights=0.4, step=9.8))
+    assert cost.predict(large, tmp_path) == before
+    cost.learn(small, tmp_path, records(gen=3.0, update_actor=1.2, step=4.5))
+    assert cost.predict(small, tmp_path)["sampling"] == pytest.approx(3.0) and cost.predict(large, tmp_path) == before
+    cost.learn(large, tmp_path, records(gen=0.3, update_actor=0.1, step=0.5))
+    assert cost.predict(large, tmp_path)["sampling"] == pytest.approx(0.3)
+
+
 def test_the_spread_of_lengths_is_what_the_longest_responses_say(tmp_path: Path) -> None:
     plan, forced = planned(), planned("actor_rollout_ref.rollout.ignore_eos=true")
     for run, longest, spread in (
