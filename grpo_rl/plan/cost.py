@@ -425,9 +425,12 @@ PHASES = {
 
 def predict(plan: Plan, runs: Path) -> dict[str, float]:
     """Return the seconds of phases and `step` by earlier runs in this folder; empty without any."""
+    if plan.model is None:
+        return {}
+    num_params = plan.model.num_params
     try:
         known = _known(plan, runs)
-        nearest = min(known, key=lambda num_params: abs(math.log(num_params / plan.model.num_params)))
+        nearest = min(known, key=lambda size: abs(math.log(size / num_params)))
         time = step_time(plan, plan.model, Fitted(**known[nearest]))
     except (TypeError, ValueError, AttributeError):  # no such run, or another kind of file
         return {}
