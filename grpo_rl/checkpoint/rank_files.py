@@ -263,19 +263,19 @@ def _adapters_of(policy: nn.Module) -> Adapters | None:
     return getattr(policy, "adapters", None)
 
 
-def _check_adapters(folder: Path, stored: dict[str, Any] | None, own: Adapters | None) -> None:
+def _check_adapters(folder: Path, stored: dict[str, Any] | None, adapters: Adapters | None) -> None:
     ways_out = "or start anew with trainer.resume_mode=disable or another trainer.experiment_name"
     key = "actor_rollout_ref.model.lora_rank"
-    if own is None and stored is not None:
+    if adapters is None and stored is not None:
         raise CheckpointError(
             f"{folder} has LoRA adapters and no whole model, and this run trains all weights: set {key}={stored.get('rank')}, {ways_out}"
         )
-    if own is not None and stored is None:
+    if adapters is not None and stored is None:
         raise CheckpointError(
-            f"{folder} has a whole model and no LoRA adapters, and this run trains adapters ({key}={own.rank}): set {key}=0, {ways_out}"
+            f"{folder} has a whole model and no LoRA adapters, and this run trains adapters ({key}={adapters.rank}): set {key}=0, {ways_out}"
         )
-    if own is not None and stored is not None:
-        own.check_fits(folder, stored)
+    if adapters is not None and stored is not None:
+        adapters.check_fits(folder, stored)
 
 
 def _check_names(folder: Path, stored: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:

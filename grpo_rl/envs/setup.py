@@ -11,7 +11,7 @@ from grpo_rl.data.prompts import Renderer
 from grpo_rl.envs.environments import TOOLS, Named, class_of, interaction_file, tools_of
 from grpo_rl.envs.episode_pool import Environments, EpisodePool, TurnPool
 from grpo_rl.envs.runtime.episode_host import EpisodeHost, HostSetup
-from grpo_rl.envs.tool_formats import check_format
+from grpo_rl.envs.tool_formats import argument_problem, check_format
 from grpo_rl.errors import ConfigError
 
 
@@ -32,8 +32,12 @@ class EpisodeSetup:
             host = _host(multi_turn)
             # Environment and tools are made once here, which shows what is wrong with them.
             schemas = tuple(EpisodeHost(host).schemas.values())
+            for schema in schemas:
+                argument_problem(schema, {})
         except ConfigError as error:
             problems += error.problems
+        except ValueError as error:
+            problems.append(f"the schema of a tool: {error}")
         if multi_turn.tools or multi_turn.tool_config_path is not None:
             try:
                 check_format(multi_turn.format)

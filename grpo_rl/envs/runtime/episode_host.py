@@ -64,10 +64,6 @@ class EpisodeHost:
             schema = schema_of(named, tool)
             if schema["name"] in self.tools:
                 raise ConfigError(f"two tools are called {schema['name']}")
-            try:
-                argument_problem(schema, {})
-            except ValueError as error:
-                raise ConfigError(f"tool {named.name!r}: {error}") from None
             self.tools[schema["name"]], self.schemas[schema["name"]] = tool, schema
 
     async def reset(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,18 +162,18 @@ def _failed(reason: str) -> ToolResult:
     return ToolResult(f"Error: {reason}", failed=True)
 
 
-def _plain(found: Observation, counts: Mapping[str, int] | None = None) -> dict[str, Any]:
-    if not isinstance(found, Observation):
-        raise TypeError(f"the environment returned a {type(found).__name__}, not an Observation")
+def _plain(observation: Observation, counts: Mapping[str, int] | None = None) -> dict[str, Any]:
+    if not isinstance(observation, Observation):
+        raise TypeError(f"the environment returned a {type(observation).__name__}, not an Observation")
     return {
-        "messages": [checked(message) for message in found.messages],
-        "reward": None if found.reward is None else _finite(found.reward),
-        "done": bool(found.done),
-        "info": {str(name): _finite(value) for name, value in found.info.items()},
+        "messages": [checked(message) for message in observation.messages],
+        "reward": None if observation.reward is None else _finite(observation.reward),
+        "done": bool(observation.done),
+        "info": {str(name): _finite(value) for name, value in observation.info.items()},
         "counts": dict(counts or {}),
-        "replaces_prompt": bool(found.replaces_prompt),
-        "tools": [dict(tool) for tool in found.tools],
-        "state": None if found.state is None else str(found.state),
+        "replaces_prompt": bool(observation.replaces_prompt),
+        "tools": [dict(tool) for tool in observation.tools],
+        "state": None if observation.state is None else str(observation.state),
     }
 
 
@@ -230,13 +226,13 @@ class Episodes:
         self._threads[name] = threading.Thread(target=self._answer, args=(message, previous_thread), daemon=True)
         self._threads[name].start()
 
-    def _answer(self, message: dict[str, Any], before: threading.Thread | None) -> None:
+    def _answer(self, message: dict[str, Any], previous: threading.Thread | None) -> None:
         name, op, values = message["id"], message["op"], message["values"]
         answer: dict[str, Any] | None = None
         try:
             if op == "reset":
                 self._hosts[name] = EpisodeHost(self._setup), asyncio.new_event_loop()
-            elif op == "close" and before is not None and not self._cancelled(name, before):
+            elif op == "close" and previous is not None and not self._cancelled(name, previous):
                 self._send(message, stuck=True)
                 return
             if name in self._hosts:

@@ -85,10 +85,17 @@ def schema_validator(text: str) -> Any:
 
 
 def first_problem(validator: Any, value: Any) -> str | None:
-    """The gravest way in which the value is not what the schema asks for, after its place."""
-    from jsonschema.exceptions import best_match
+    """The gravest way in which the value is not what the schema asks for, after its place.
 
-    problem = best_match(validator.iter_errors(value))
+    Raises ValueError for a reference to another document.
+    """
+    from jsonschema.exceptions import best_match
+    from referencing.exceptions import Unresolvable
+
+    try:
+        problem = best_match(validator.iter_errors(value))
+    except Unresolvable as error:
+        raise ValueError(f"a reference in a JSON schema leads out of it: {error}") from None
     if problem is None:
         return None
     return f"{problem.json_path.removeprefix('$.')}: {problem.message}" if problem.path else str(problem.message)

@@ -92,6 +92,15 @@ def test_verls_other_formats_are_answered_with_what_is_here(name: str, instead: 
     assert EpisodeSetup.of(compose([*words, f"{R}.multi_turn.format=qwen"]).config) is not None
 
 
+@pytest.mark.parametrize("schema", ["{type: text}", "{$ref: http://127.0.0.1:9/schema.json}"])
+def test_a_tool_whose_schema_is_none_is_refused_before_a_run(tmp_path: Path, schema: str) -> None:
+    tool = f"{{class_name: calculator, tool_schema: {{function: {{name: add, parameters: {schema}}}}}}}"
+    path = written(tmp_path, f"tools: [{tool}]")
+    words = [f"{R}.multi_turn.enable=true", f"{R}.multi_turn.tool_config_path={path}"]
+    with pytest.raises(ConfigError, match=r"the schema of a tool: .*(text|127\.0\.0\.1)"):
+        EpisodeSetup.of(compose(words).config)
+
+
 def test_an_answer_costs_unless_it_is_the_first_right_one() -> None:
     async def course() -> list[tuple[str, float | None]]:
         tool = CheckAnswer()
