@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.trainer.run import RunLoop
 from grpo_rl.types import GREEDY, Batch, Prompt, Sampling
 
@@ -23,12 +24,18 @@ REFERENCE = "actor_rollout_ref.actor.use_kl_loss=true"
 MakeRun = Callable[..., tuple[RunLoop, "Record"]]
 CALLS = {
     "rollout": {"sync_weights": "sync", "submit": "sample", "keep_weights": "train beside", "completed": "", "forget": ""},
-    "actor": {"old_logprobs": "old", "update": "update", "optim_step": "step", "save": "save", "load": "load"},
+    "actor": {"old_logprobs": "old", "update": "update", "forward_backward": "part", "optim_step": "step", "save": "save", "load": "load"},
     "reference": {"logprobs": "ref", "become": "refresh reference"},
     "critic": {"values": "values", "update": "update critic"},
     "reward_model": {"update": "update reward model"},
 }
 """The verbs of each role that are noted, and their names in `Record.calls`; those without one are not in it."""
+
+
+def learnt(run: RunLoop) -> list[dict[str, Any]]:
+    """Return the metrics that measure neither time nor memory."""
+    rows = read_metrics(run.output.run_dir.metrics_file)
+    return [{name: row[name] for name in row if not name.startswith(("time", "timing_s/", "perf/"))} for row in rows]
 
 
 def row_of(prompt: Prompt) -> int:
@@ -58,6 +65,8 @@ class Record:
         self.asked: list[Asked] = []
         self.batches: dict[str, list[Batch]] = {}
         """The batches that each role was given, by the name of the call."""
+        self.warnings: list[str] = []
+        run.output.console.warn = self.warnings.append  # type: ignore[method-assign]
         self.threads: dict[str, set[str]] = {}
         """The names of the threads that called each role."""
         for role, verbs in CALLS.items():
@@ -88,6 +97,8 @@ class Record:
                 prompts, n, sampling = arguments
                 self.asked.append(Asked([prompt.uid for prompt in prompts], n, sampling, part.version))
                 call = f"sample {len(prompts)}x{n}" + (" and greedy" if options.get("greedy") else "")
+            elif verb == "forward_backward":
+                call = f"{arguments[0].num_rollouts} of {arguments[1].num_sequences}"
             elif arguments and isinstance(arguments[0], Batch):
                 self.batches.setdefault(name, []).append(arguments[0])
             self.calls += [call] if call else []

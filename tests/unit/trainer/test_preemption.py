@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from test_sync_trainer import make_config
+from real_roles import VALIDATED, learnt
 
 from grpo_rl.errors import Preempted
-from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.trainer.run import RunLoop
 from grpo_rl.trainer.stopping import Stop
 
@@ -33,7 +32,7 @@ def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[RunLoop], N
 
 
 def interrupt_at(target: Any, monkeypatch: pytest.MonkeyPatch, call: str, count: int) -> None:
-    """SIGTERM arrives at the end of the `count`th call of this method of a policy, or of a pool."""
+    """SIGTERM arrives at the end of the `count`th call of this method of a role."""
     original, seen = getattr(target, call), 0
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
@@ -45,14 +44,6 @@ def interrupt_at(target: Any, monkeypatch: pytest.MonkeyPatch, call: str, count:
         return result
 
     monkeypatch.setattr(target, call, interrupted)
-
-
-MEASURED = ("time", "perf/tokens_per_s")
-
-
-def learnt(trainer: RunLoop) -> list[dict[str, float]]:
-    rows = read_metrics(trainer.output.run_dir.metrics_file)
-    return [{k: v for k, v in row.items() if k not in MEASURED and "timing" not in k} for row in rows]
 
 
 def steps_saved(trainer: RunLoop) -> list[int]:
@@ -68,56 +59,49 @@ def steps_saved(trainer: RunLoop) -> list[int]:
         ("sync_weights", 4, 2),
     ],
 )
-def test_the_state_that_is_saved_is_the_newest_one_between_two_steps(make, listening, monkeypatch, call, count, saved):
-    config = make_config(save_freq=-1)
-    trainer, policy = make(config, total_steps=5)
-    listening(trainer)
-    interrupt_at(policy, monkeypatch, call, count)
+def test_the_state_that_is_saved_is_the_newest_one_between_two_steps(make_run, listening, monkeypatch, call, count, saved):
+    run, record = make_run(*VALIDATED, steps=5)
+    listening(run)
+    interrupt_at(run.roles.rollout if hasattr(run.roles.rollout, call) else run.roles.actor, monkeypatch, call, count)
     with pytest.raises(Preempted, match=f"by SIGTERM: step {saved} of 5 is saved"):
-        trainer.fit()
-    assert steps_saved(trainer) == [saved]
-    assert [int(row["step"]) for row in learnt(trainer)] == list(range(saved + 1))
+        run.fit()
+    assert steps_saved(run) == [saved]
+    assert [int(row["step"]) for row in learnt(run)] == list(range(saved + 1))
 
-    resumed, again = make(config, total_steps=5)
-    resumed.resume(trainer.store.folder / f"step_{saved}")
+    resumed, again = make_run(*VALIDATED, steps=5)
+    resumed.resume(run.store.folder / f"step_{saved}")
     resumed.fit()
-    prompts = [*policy.prompts[: saved + 1], *again.prompts]
-    rows = learnt(resumed)
-    # The undisturbed run is made last: its files take the place of the others.
-    whole, undisturbed = make(config, total_steps=5)
-    whole.output.run_dir.metrics_file.write_text("")
+    whole, undisturbed = make_run(*VALIDATED, "trainer.experiment_name=whole", steps=5)
     whole.fit()
-    assert prompts == undisturbed.prompts
-    assert rows == learnt(whole)
+    assert [*record.prompts[: saved + 1], *again.prompts] == undisturbed.prompts
+    assert learnt(resumed) == learnt(whole)
 
 
-def test_a_validation_that_is_given_up_is_made_up_for_before_the_run_goes_on(make, listening, monkeypatch):
-    config = make_config(test_freq=2, val_before_train=False)
-    trainer, policy = make(config, total_steps=3)
-    listening(trainer)
-    interrupt_at(policy, monkeypatch, "generate", 3)
+def test_a_validation_that_is_given_up_is_made_up_for_before_the_run_goes_on(make_run, listening, monkeypatch):
+    words = (*VALIDATED, "trainer.test_freq=2", "trainer.val_before_train=false")
+    run, _ = make_run(*words, steps=3)
+    listening(run)
+    interrupt_at(run.roles.rollout, monkeypatch, "generate", 3)
     with pytest.raises(Preempted, match="step 2 of 3 is saved"):
-        trainer.fit()
-    assert [int(row["step"]) for row in learnt(trainer)] == [1]
+        run.fit()
+    assert [int(row["step"]) for row in learnt(run)] == [1]
 
-    resumed, again = make(config, total_steps=3)
-    resumed.resume(trainer.store.folder / "step_2")
+    resumed, again = make_run(*words, steps=3)
+    resumed.resume(run.store.folder / "step_2")
     resumed.fit()
-    assert again.calls[:3] == ["load", "sync", "generate 3x1"]
+    assert again.calls[:3] == ["load", "sync", "sample 3x1"]
     rows = {int(row["step"]): row for row in learnt(resumed)}
     assert sorted(rows) == [1, 2, 3]
-    assert "val/arithmetic/mean@1" in rows[2] and rows[2]["actor/version"] == 2.0
+    assert "val/arithmetic/mean@1" in rows[2] and "actor/grad_norm" in rows[2]
 
 
-def test_a_step_that_was_saved_and_not_logged_is_logged_by_the_run_that_goes_on(make):
-    config = make_config(save_freq=1, val_before_train=False)
-    trainer, _ = make(config, total_steps=2)
-    trainer.fit()
-    expected = learnt(trainer)
+def test_a_step_that_was_saved_and_not_logged_is_logged_by_the_run_that_goes_on(make_run):
+    run, _ = make_run("trainer.save_freq=1", steps=2)
+    run.fit()
+    expected, file = learnt(run), run.output.run_dir.metrics_file
     # As when the process was killed between the two.
-    lines = trainer.output.run_dir.metrics_file.read_text().splitlines(keepends=True)
-    trainer.output.run_dir.metrics_file.write_text(lines[0])
-    resumed, policy = make(config, total_steps=2)
-    resumed.resume(trainer.store.folder / "step_2")
+    file.write_text(file.read_text().splitlines(keepends=True)[0])
+    resumed, record = make_run("trainer.save_freq=1", steps=2)
+    resumed.resume(run.store.folder / "step_2")
     resumed.fit()
-    assert learnt(resumed) == expected and policy.calls == ["load"]
+    assert learnt(resumed) == expected and record.calls == ["load"]
