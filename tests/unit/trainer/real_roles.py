@@ -24,7 +24,14 @@ REFERENCE = "actor_rollout_ref.actor.use_kl_loss=true"
 MakeRun = Callable[..., tuple[RunLoop, "Record"]]
 CALLS = {
     "rollout": {"sync_weights": "sync", "submit": "sample", "keep_weights": "train beside", "completed": "", "forget": ""},
-    "actor": {"old_logprobs": "old", "update": "update", "forward_backward": "part", "optim_step": "step", "save": "save", "load": "load"},
+    "actor": {
+        "old_logprobs": "old",
+        "update": "update",
+        "forward_backward": "part",
+        "optim_step": "step",
+        "save": "save",
+        "load": "load",
+    },
     "reference": {"logprobs": "ref", "become": "refresh reference"},
     "critic": {"values": "values", "update": "update critic"},
     "reward_model": {"update": "update reward model"},
