@@ -3,160 +3,102 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Sequence
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from test_sync_trainer import Part, make_config, run_of
+from real_roles import MakeRun, learnt
 from torch import Tensor
 
-from grpo_rl.config.derived import settled
-from grpo_rl.config.schema.tree import Config, DataConfig, PolicyLossConfig
+from grpo_rl import testing
+from grpo_rl.columns import values
 from grpo_rl.data.row_set import TrainingRows
-from grpo_rl.data.training_rows.conversations import Demonstration, DemonstrationSet
-from grpo_rl.data.training_rows.pairs import LabelledSet, PairSet
+from grpo_rl.data.training_rows.pairs import PairSet
 from grpo_rl.errors import DivergedError
 from grpo_rl.models.builtin import build_tokenizer
-from grpo_rl.plan.algorithm import objective_of
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
-from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal.console import Console
-from grpo_rl.trainer.parts import Roles
 from grpo_rl.trainer.rows import ReferenceRows, with_kl
-from grpo_rl.trainer.run import RunLoop
-from grpo_rl.types import Batch, Metrics
+from grpo_rl.types import Batch
+
+OFFLINE = (
+    "actor_rollout_ref.rollout.max_num_seqs=null",
+    "data.train_batch_size=2",
+    "data.val_prompt_files=[]",
+    "trainer.experiment_name=run",
+    "trainer.test_freq=3",
+)
 
 
-def shown(prompt: tuple[int, ...], answer: tuple[int, ...]) -> Demonstration:
-    ids = np.array([*prompt, *answer], dtype=np.int32)
-    return Demonstration(ids, np.arange(len(prompt), len(ids)))
+def rows_of(recipe: str, task: str) -> tuple[str, ...]:
+    """The words of a run on six rows of a task, and three to validate on."""
+    files = (f"data.train_files={task}&num_rows=6", f"data.val_files={task}&num_rows=3&split=val")
+    return f"recipe=paradigm/{recipe}", *OFFLINE, *files
 
 
-class Learner(Part):
-    """An actor whose only parameter is how well it knows the data: its loss is 1/(1 + updates), or as `losses` says."""
-
-    file, number = "learner.json", "updates"
-
-    def __init__(self, losses: list[float] | None = None) -> None:
-        self.batches: list[Batch] = []
-        self.losses = losses
-        self.updates = self.validations = self.num_asked = 0
-
-    def update(self, batch: Batch) -> Metrics:
-        self.batches.append(batch)
-        self.updates += 1
-        return {"actor/pg_loss": 1.0 / self.updates, "actor/loss": 1.0 / self.updates, "actor/nonfinite": 0.0}
-
-    def logprobs(self, batch: Batch) -> Tensor:
-        self.num_asked += batch.num_rollouts
-        loss = 1.0 / (1 + self.updates) if self.losses is None else self.losses[self.validations]
-        self.validations += 1
-        return torch.full((batch.num_trained_tokens,), -loss)
-
-    def export(self, folder: Path) -> None:
-        folder.mkdir()
-        (folder / "updates").write_text(str(self.updates))
+SUMS = rows_of("sft", "task:arithmetic?carrying=0")
+PAIRS = rows_of("dpo_rows", "task:arithmetic?carrying=1&forgotten_carries=1")
+LABELLED = rows_of("kto", "task:arithmetic?carrying=1&forgotten_carries=0.5")
 
 
-# ---- the schedule in a run -------------------------------------------------------------------------------
+def trained(batches: Sequence[Batch]) -> list[list[int]]:
+    return [batch.token_ids_S.tolist() for batch in batches]
 
 
-def run_on(folder: Path, actor: Learner, total_steps: int, config: Config, train: Any, val: Any) -> RunLoop:
-    """A run on rows; a folder's second run follows the first."""
-    run_dir = RunDir.create(folder, "run")
-    run_dir.release()
-    rows = TrainingRows(train.checked(), val.checked())
-    return run_of(config, run_dir, Roles(actor), total_steps, objective=objective_of(config), rows=rows)
-
-
-def with_loss(config: Config, loss: str, **data: Any) -> Config:
-    parts = config.actor_rollout_ref
-    parts = replace(parts, actor=replace(parts.actor, policy_loss=PolicyLossConfig(loss_mode=loss)))
-    data = DataConfig(responses="rows", train_batch_size=2, **data)
-    return settled(replace(config, data=data, actor_rollout_ref=parts))
-
-
-def run_on_sums(folder: Path, actor: Learner, total_steps: int, **trainer: Any) -> RunLoop:
-    """A supervised run on six sums, and three to validate on."""
-    config = with_loss(make_config(**trainer), "sft", response_key="reward_model.ground_truth")
-    train, val = (
-        DemonstrationSet([f"task:arithmetic?{more}"], config, build_tokenizer(128))
-        for more in ("num_rows=6", "num_rows=3&split=val")
-    )
-    return run_on(folder, actor, total_steps, config, train, val)
-
-
-PAIRED = "task:arithmetic?carrying=1&forgotten_carries=1"
-
-
-def run_on_pairs(folder: Path, actor: Learner, total_steps: int, *, loss: str = "dpo", **trainer: Any) -> RunLoop:
-    """Six pairs of a right and a wrong sum, and three to validate on."""
-    keys = {"chosen_key": "reward_model.ground_truth", "rejected_key": "extra_info.demonstration"}
-    config = with_loss(make_config(**trainer), loss, max_prompt_length=32, **keys)
-    kind = PairSet if loss == "dpo" else LabelledSet
-    task = PAIRED.replace("forgotten_carries=1", "forgotten_carries=0.5") if loss == "kto" else PAIRED
-    train, val = (kind([f"{task}&{more}"], config, build_tokenizer(128)) for more in ("num_rows=6", "num_rows=3&split=val"))
-    return run_on(folder, actor, total_steps, config, train, val)
-
-
-def test_pairs_are_compared_with_the_policy_as_it_was_at_first_also_in_a_resumed_run(tmp_path: Path) -> None:
-    whole, first, second = Learner(), Learner(), Learner()
-    run_on_pairs(tmp_path / "whole", whole, 6, save_freq=2).fit()
-    run_on_pairs(tmp_path / "cut", first, 2, save_freq=2, val_before_train=False, test_freq=-1).fit()
-    asked = first.num_asked
-    again = run_on_pairs(tmp_path / "cut", second, 6, save_freq=2, val_before_train=False, test_freq=-1)
-    assert second.num_asked == asked - 2 * 3, "anew, before the checkpoint is loaded"
-    again.resume(again.store.folder / "step_2")
-    again.fit()
-    assert trained(first) + trained(second) == trained(whole)
-    # Each row once by the policy before its first update, whose loss is 1; then validations alone.
-    assert asked == 2 * (6 + 3) + 2 * 3
-    for batch in whole.batches + second.batches:
-        assert batch.ref_logprobs_T is not None and torch.equal(batch.ref_logprobs_T, -torch.ones(batch.num_trained_tokens))
+def test_pairs_are_compared_with_the_policy_as_it_was_at_first_also_in_a_resumed_run(make_run: MakeRun) -> None:
+    words = (*PAIRS, "trainer.save_freq=2")
+    whole, record = make_run(steps=6, base=words)
+    whole.fit()
+    rows = learnt(whole)
+    resumed, again = make_run(steps=6, base=words)
+    # The untrained policy, as the checkpoint is not loaded yet.
+    for batch in record.trained:
         assert batch.chosen_N is not None and batch.chosen_N.tolist() == [True, False] * 2
+        first_T = resumed.session.actor.logprobs(batch)
+        assert batch.ref_logprobs_T is not None and torch.allclose(values(batch.ref_logprobs_T), first_T, atol=1e-5)
+    resumed.resume(whole.store.folder / "step_2")
+    resumed.fit()
+    assert trained(again.trained) == trained(record.trained[2:]) and learnt(resumed) == rows
+    assert rows[0]["val/loss"] == pytest.approx(math.log(2.0)), "at first policy and reference are the same"
+    assert rows[-1]["val/loss"] != rows[0]["val/loss"]
 
 
-def test_labelled_rows_are_trained_without_the_mismatched_ones_that_give_the_kl(tmp_path: Path) -> None:
-    actor = Learner()
-    run_on_pairs(tmp_path, actor, 3, loss="kto", test_freq=3).fit()
-    for number, batch in enumerate(actor.batches):
-        assert batch.num_rollouts == 2 and batch.group_N.tolist() == [0, 1] and batch.chosen_N is not None
-        # The log-probs of all tokens were -1 at first, and grow with every update.
-        assert batch.kl_N is not None and (batch.kl_N > 0).all() == (number > 0) and len(set(batch.kl_N.tolist())) == 1
-    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    # All answers become likelier alike, the mismatched ones, too: nothing was learnt from labels.
-    assert rows[-1]["val/loss"] == rows[0]["val/loss"] == 0.5
-
-
-def trained(actor: Learner) -> list[list[int]]:
-    return [batch.token_ids_S.tolist() for batch in actor.batches]
-
-
-def test_every_epoch_trains_every_row_once_and_validation_measures_the_loss_of_all_its_tokens(tmp_path: Path) -> None:
-    actor = Learner()
-    run = run_on_sums(tmp_path, actor, 6, test_freq=3)
+def test_labelled_rows_are_trained_without_the_mismatched_ones_that_give_the_kl(make_run: MakeRun) -> None:
+    run, record = make_run(steps=3, base=LABELLED)
     run.fit()
-    first, second = ([tuple(ids) for ids in trained(actor)[start : start + 3]] for start in (0, 3))
-    assert first != second and sorted(sum(first, ())) == sorted(sum(second, ()))
+    for batch in record.trained:
+        assert batch.num_rollouts == 2 and batch.group_N.tolist() == [0, 1] and batch.chosen_N is not None
+        assert batch.kl_N is not None and len(set(batch.kl_N.tolist())) == 1 and float(batch.kl_N[0]) >= 0.0
+    assert record.trained[0].kl_N is not None and record.trained[0].kl_N.tolist() == pytest.approx([0.0] * 2, abs=1e-5)
+    # With equal log-probs 1 - sigmoid(0) of a right and of a wrong answer.
+    assert learnt(run)[0]["val/loss"] == pytest.approx(0.5)
+
+
+def test_every_epoch_trains_every_row_once_and_validation_measures_the_loss_of_all_its_tokens(make_run: MakeRun) -> None:
+    run, record = make_run(steps=6, base=SUMS)
+    run.fit()
+    first, second = ([tuple(ids) for ids in trained(record.trained[start : start + 3])] for start in (0, 3))
+    assert first != second and sorted(chain(*first)) == sorted(chain(*second))
     rows = read_metrics(run.output.run_dir.metrics_file)
-    assert [row["train/loss"] for row in rows if "train/loss" in row] == [1 / n for n in range(1, 7)]
-    assert {row["step"]: row["val/loss"] for row in rows if "val/loss" in row} == pytest.approx({0: 1.0, 3: 1 / 4, 6: 1 / 7})
-    last = rows[-1]
-    assert last["val/perplexity"] == pytest.approx(math.exp(1 / 7)) and last["train/perplexity"] == pytest.approx(
-        math.exp(1 / 6)
+    losses = {row["step"]: row["val/loss"] for row in rows if "val/loss" in row}
+    assert list(losses) == [0, 3, 6] and losses[6] < losses[3] < losses[0]
+    assert run.session.rows is not None and run.session.rows.val_data is not None
+    logprobs_T = run.session.actor.logprobs(run.session.rows.val_data.batch(range(3)))
+    assert losses[6] == pytest.approx(-float(logprobs_T.mean()), rel=1e-4)
+    last, batch = rows[-1], record.trained[-1]
+    assert last["train/loss"] == last["actor/pg_loss"] and last["trainer/epoch"] == 1.0
+    assert [last[f"{part}/perplexity"] for part in ("val", "train")] == pytest.approx(
+        [math.exp(last[f"{part}/loss"]) for part in ("val", "train")]
     )
-    assert last["trainer/epoch"] == 1.0
-    assert last["train/num_tokens"] == actor.batches[-1].num_trained_tokens < last["perf/total_num_tokens"]
+    assert last["train/num_tokens"] == batch.num_trained_tokens < last["perf/total_num_tokens"]
 
 
 def test_the_references_log_probs_are_those_of_each_row_in_whatever_order_they_are_asked_for_and_finite() -> None:
-    keys = {"chosen_key": "reward_model.ground_truth", "rejected_key": "extra_info.demonstration"}
-    config = with_loss(make_config(), "dpo", max_prompt_length=32, **keys)
-    data = PairSet([f"{PAIRED}&num_rows=7"], config, build_tokenizer(128)).checked()
+    config = testing.composed(PAIRS).config
+    data = PairSet(["task:arithmetic?carrying=1&forgotten_carries=1&num_rows=7"], config, build_tokenizer(128)).checked()
     for factor in (1.0, math.nan):
         actor: Any = SimpleNamespace(logprobs=lambda batch, f=factor: -batch.token_ids_S[batch.positions()].float() * f)
         if factor != factor:

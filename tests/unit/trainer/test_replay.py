@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from test_sync_trainer import Policy, make_config
+from real_roles import half_right, learnt, row_of
 
 from grpo_rl.algos.losses.registered import LossInput
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.segments import Segments
-from grpo_rl.config.derived import settled
-from grpo_rl.config.schema.tree import AlgorithmConfig, FilterGroupsConfig, ReplayConfig
+from grpo_rl.config.schema.tree import ReplayConfig
 from grpo_rl.errors import CheckpointError
+from grpo_rl.rollout.requests import RequestPool
 from grpo_rl.trainer.replay import GroupReplay, PairReplay
 from grpo_rl.types import Metrics, Prompt, Rollout
 
@@ -184,44 +184,52 @@ def test_groups_with_rare_successes_take_the_places_of_those_without_a_signal_fo
     assert uids(replay.fill(group("m", OFTEN), 4)[0]) == ["m", "d", "f"]
 
 
-def test_a_run_with_replay_goes_on_bit_by_bit_and_trains_by_the_samplers_log_probs(make):
-    algorithm = AlgorithmConfig(replay=ReplayConfig(max_age=3, max_success=0.5))
-    config = settled(make_config(algorithm, save_freq=3))
-    assert config.algorithm.rollout_correction.bypass_mode is True
+def test_a_run_with_replay_goes_on_bit_by_bit_and_trains_by_the_samplers_log_probs(make_run):
+    def mostly_solved(prompt: Prompt, sample: int) -> str:
+        return half_right(prompt, sample) if row_of(prompt) % 3 == 0 else str(prompt.ground_truth)
 
-    def solved(uid: str) -> bool:
-        return int(uid.rpartition("r")[2]) % 3 > 0
-
-    run, policy = make(config, 8, with_val=False, rows=18)
-    policy.is_solved = solved
+    words = ("algorithm.replay.max_age=3", "algorithm.replay.max_success=0.5", "trainer.save_freq=3")
+    run, record = make_run(*words, steps=8, rows=18, answers=mostly_solved)
     run.fit()
-    batches = policy.trained
-    assert all(batch.num_rollouts == 8 for batch in batches)
-    again, policy = make(config, 8, with_val=False, rows=18)
-    policy.is_solved = solved
+    rows = learnt(run)
+    assert max(row["replay/groups"] for row in rows) > 0
+    for batch in record.trained:
+        assert batch.num_rollouts == 8 and torch.equal(batch.old_logprobs_T, batch.rollout_logprobs_T)
+    again, record_again = make_run(*words, steps=8, rows=18, answers=mostly_solved)
     again.resume(run.store.folder / "step_3")
     again.fit()
-    assert len(policy.trained) == 5 and again.session.replay.kept
-    for ours, theirs in zip(batches[3:], policy.trained, strict=True):
+    assert learnt(again) == rows and len(record_again.trained) == 5 and again.session.replay.kept
+    for ours, theirs in zip(record.trained[3:], record_again.trained, strict=True):
         for name in ("token_ids_S", "rollout_logprobs_T", "advantages_N", "group_N"):
             assert torch.equal(getattr(ours, name), getattr(theirs, name))
-    [kept] = [path for path in (run.store.folder / "step_3").iterdir() if path.name == GroupReplay.file]
+    kept = run.store.folder / "step_3" / GroupReplay.file
     kept.write_text('{"num_seen": 0}\n{"since": 1}\n')
     with pytest.raises(CheckpointError, match="replayed_groups"):
-        make(config, 8, with_val=False, rows=18)[0].resume(run.store.folder / "step_3")
+        make_run(*words, steps=8, rows=18)[0].resume(run.store.folder / "step_3")
 
 
-class SixBits(Policy):
-    """A policy of six bits, each with a logit: of the 64 responses one is right. It learns by the real loss on the real advantages."""
+class SixBits(RequestPool):
+    """A policy of six bits, each with a logit: of the 64 responses one is right. It learns by the real loss on the real advantages.
+
+    It stands for pool and actor, as no model has a known share of right responses, or takes 80 steps in two seconds.
+    """
 
     def __init__(self, seed: int) -> None:
-        super().__init__()
+        super().__init__(0)
         self.logits = torch.zeros(6, 2, dtype=torch.float64, requires_grad=True)
         self.optimizer = torch.optim.Adam([self.logits], lr=0.02)
         self.generator = torch.Generator().manual_seed(seed)
         self.learnt: list[tuple[float, int]] = []
         """The probability of the right response after each step, and the rollouts that were sampled until then."""
         self.num_sampled = 0
+
+    def sync_weights(self, actor) -> Metrics:  # type: ignore[no-untyped-def]
+        return {}
+
+    def rest(self) -> None: ...
+
+    def old_logprobs(self, batch):  # type: ignore[no-untyped-def]
+        return batch.replace(old_logprobs_T=batch.rollout_logprobs_T)
 
     def generate(self, prompts, n, sampling, on_finish=None, *, greedy=False):  # type: ignore[no-untyped-def]
         logprobs = self.logits.detach().log_softmax(-1)
@@ -253,15 +261,13 @@ class SixBits(Policy):
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_where_one_response_of_64_is_right_replay_learns_with_half_of_the_rollouts(make, seed):
+def test_where_one_response_of_64_is_right_replay_learns_with_half_of_the_rollouts(make_run, seed):
     needed = {}
+    words = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=100")
+    batches = ("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
     for max_age in (0, 8):
-        groups = FilterGroupsConfig(enable=True, max_num_gen_batches=100)
-        algorithm = AlgorithmConfig(filter_groups=groups, replay=ReplayConfig(max_age=max_age))
-        config = settled(make_config(algorithm))
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, train_batch_size=4))
-        policy = SixBits(seed)
-        run, _ = make(config, 80, with_val=False, rows=60, policy=policy)
+        run, _ = make_run(*words, *batches, f"algorithm.replay.max_age={max_age}", steps=80, rows=60)
+        run.roles.actor = run.roles.rollout = policy = SixBits(seed)
         run.fit()
         needed[max_age] = next((number for learnt, number in policy.learnt if learnt > 0.5), 10**9)
     assert 2 * needed[8] <= needed[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from typing import Any
 
 import checkpoint_trials as trials
 import pytest
-from test_sync_trainer import Policy, make_config
+from real_roles import VALIDATED
 
 from grpo_rl import faults
 from grpo_rl.checkpoint.manifest import verify
@@ -24,44 +25,43 @@ def failed_saves(trainer: RunLoop) -> list[float | None]:
     return [row.get("trainer/failed_saves") for row in read_metrics(trainer.output.run_dir.metrics_file)]
 
 
-class Slow:
-    """A policy's disk: each save needs so many looks before it is written."""
+class SlowDisk:
+    """The disk of a run's actor: each save needs so many looks more until it is written."""
 
-    def __init__(self, policy: Policy, looks: int) -> None:
-        self.policy, self.looks, self.left = policy, looks, 0
+    def __init__(self, actor: Any, looks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.actor_save, self.actor_saved = actor.save, actor.saved
+        self.looks, self.looks_left = looks, 0
         self.waits: list[float] = []
+        monkeypatch.setattr(actor, "save", self.save)
+        monkeypatch.setattr(actor, "saved", self.saved)
 
     def save(self, folder: Path, in_background: bool) -> None:
-        Policy.save(self.policy, folder, in_background)
-        self.left = self.looks
+        self.actor_save(folder, in_background)
+        self.looks_left = self.looks
 
     def saved(self, wait_s: float) -> dict[str, tuple[int, str]] | None:
         self.waits.append(wait_s)
-        self.left -= 1
-        return {} if self.left < 0 else None
-
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> Slow:
-        monkeypatch.setattr(self.policy, "save", self.save)
-        monkeypatch.setattr(self.policy, "saved", self.saved)
-        return self
+        self.looks_left -= 1
+        return self.actor_saved(wait_s) if self.looks_left < 0 else None
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_save_waits_for_it(make, monkeypatch):
-    trainer, policy = make(make_config(save_freq=2), total_steps=4, with_val=False)
-    slow = Slow(policy, looks=100).install(monkeypatch)
+def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_save_waits_for_it(make_run, monkeypatch):
+    run, _ = make_run("trainer.save_freq=2", steps=4)
+    slow = SlowDisk(run.roles.actor, 100, monkeypatch)
     commits = []
-    publish = trainer.store.publish
-    monkeypatch.setattr(trainer.store, "publish", lambda *a: commits.append((trainer.step, policy.version)) or publish(*a))
-    trainer.fit()
+    publish = run.store.publish
+    monkeypatch.setattr(run.store, "publish", lambda *a: commits.append((run.step, run.session.version)) or publish(*a))
+    run.fit()
     # The save of step 2 is waited for when that of step 4 is due, and that one at the end.
-    assert commits == [(4, 4), (4, 4)] and trainer.store.steps() == [2, 4]
+    assert commits == [(4, 4), (4, 4)] and run.store.steps() == [2, 4]
     assert slow.waits.count(1.0) > 100 and set(slow.waits) == {0.0, 1.0}
-    assert (trainer.store.folder / "step_2" / "version").read_text() == "2"
-    assert [verify(trainer.store.folder / f"step_{step}").state["step"] for step in (2, 4)] == [2, 4]
+    assert json.loads((run.store.folder / "step_2" / "actor.json").read_text())["version"] == 2
+    assert [verify(run.store.folder / f"step_{step}").state["step"] for step in (2, 4)] == [2, 4]
 
 
-def test_a_run_without_checkpoints_keeps_one_for_itself_at_most_so_often(make, monkeypatch):
-    trainer, policy = make(make_config(), total_steps=5, with_val=False)
+def test_a_run_without_checkpoints_keeps_one_for_itself_at_most_so_often(make_run, monkeypatch):
+    trainer, _ = make_run(steps=5)
+    policy = trainer.roles.actor
     own, times = trainer.saving.own, iter([0.0, 61.0, 61.0, 62.0, 122.0, 122.0, 124.0, 300.0, 300.0, 301.0, 302.0])
     monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: next(times)))
     trainer.saving._next_own, seen = 60.0, []
@@ -75,9 +75,10 @@ def test_a_run_without_checkpoints_keeps_one_for_itself_at_most_so_often(make, m
     assert verify(own.folder / "step_4").state["step"] == 4
 
 
-def test_the_best_validation_is_saved_and_kept_and_one_that_fails_costs_the_best_before_nothing(make, monkeypatch):
-    config = make_config(keep_best=True, test_freq=1, max_actor_ckpt_to_keep=1, save_at_end=True, on_save_error="continue")
-    trainer, policy = make(config, total_steps=6)
+def test_the_best_validation_is_saved_and_kept_and_one_that_fails_costs_the_best_before_nothing(make_run, monkeypatch):
+    saves = ("keep_best=true", "max_actor_ckpt_to_keep=1", "on_save_error=continue", "save_at_end=true", "test_freq=1")
+    trainer, _ = make_run(*VALIDATED, *(f"trainer.{word}" for word in saves), steps=6)
+    policy = trainer.roles.actor
     scores = {0: 0.9, 1: 0.1, 2: 0.5, 3: 0.2, 4: 0.5, 5: 0.7, 6: 0.3}
     monkeypatch.setattr(trainer.session, "evaluate", lambda: {"val/a/mean@1": scores[trainer.step]})
     save = policy.save
@@ -94,24 +95,25 @@ def test_the_best_validation_is_saved_and_kept_and_one_that_fails_costs_the_best
     assert verify(trainer.store.folder / "step_6").state["best"] == [5, 0.7]
 
 
-def test_the_end_of_a_run_is_committed_and_a_disk_without_room_for_that_costs_a_warning(make, capsys):
-    trainer, _ = make(make_config(save_at_end=True), total_steps=3, with_val=False)
+def test_the_end_of_a_run_is_committed_and_a_disk_without_room_for_that_costs_a_warning(make_run):
+    trainer, _ = make_run("trainer.save_at_end=true", steps=3)
     trainer.fit()
     assert trainer.store.steps() == [3] and trainer.is_trained
     trials.shutil.rmtree(trainer.store.folder)
     faults.arm("ckpt.call:enospc@call=open,file=manifest.json")
     try:
-        trainer, _ = make(make_config(save_at_end=True), total_steps=3, with_val=False)
+        trainer, record = make_run("trainer.save_at_end=true", steps=3)
         trainer.fit()
-        assert trainer.store.steps() == [] and "NOT SAVED: cannot write" in capsys.readouterr().out
+        assert trainer.store.steps() == [] and any("NOT SAVED: cannot write" in warning for warning in record.warnings)
         with pytest.raises(CheckpointError, match="No space left"):
             trainer.keep()
     finally:
         faults.arm("")
 
 
-def test_training_does_not_wait_for_a_commit_and_older_checkpoints_go_only_when_it_is_told(make, monkeypatch):
-    trainer, policy = make(make_config(save_freq=2, max_actor_ckpt_to_keep=1), total_steps=5, with_val=False)
+def test_training_does_not_wait_for_a_commit_and_older_checkpoints_go_only_when_it_is_told(make_run, monkeypatch):
+    trainer, _ = make_run("trainer.save_freq=2", "trainer.max_actor_ckpt_to_keep=1", steps=5)
+    policy = trainer.roles.actor
     store, told, seen = trainer.store, trainer.output.status, []
     publish, clear, real = store.publish, store.clear, policy.update
     may_commit = threading.Event()
@@ -137,9 +139,10 @@ def test_training_does_not_wait_for_a_commit_and_older_checkpoints_go_only_when_
     assert seen == [[2]] and store.steps() == [5]
 
 
-def test_a_save_that_never_ends_is_given_up_at_its_deadline(make, monkeypatch):
-    trainer, policy = make(make_config(save_freq=1, step_timeout_s=0.01), total_steps=3, with_val=False)
-    Slow(policy, looks=10**9).install(monkeypatch)
+def test_a_save_that_never_ends_is_given_up_at_its_deadline(make_run, monkeypatch):
+    trainer, _ = make_run("trainer.save_freq=1", steps=3)
+    SlowDisk(trainer.roles.actor, 10**9, monkeypatch)
+    trainer.saving.trainer = dataclasses.replace(trainer.saving.trainer, step_timeout_s=0.01)
     monkeypatch.setattr(saving, "RESCUE_S", 0.0)
     with pytest.raises(
         CheckpointError, match=r"of step 1 was not written within 0 s, and is given up; .*trainer.step_timeout_s"
@@ -150,11 +153,14 @@ def test_a_save_that_never_ends_is_given_up_at_its_deadline(make, monkeypatch):
 
 @pytest.mark.parametrize("action", ["enospc", "eio", "erofs"])
 @pytest.mark.parametrize("in_background", [True, False])
-def test_a_disk_that_fails_ends_the_run_and_the_commit_before_is_untouched(make, action, in_background):
-    trainer, _ = make(configured(in_background, save_freq=1), total_steps=3, with_val=False)
+def test_a_disk_that_fails_ends_the_run_and_the_commit_before_is_untouched(make_run, action, in_background):
+    in_background = f"actor_rollout_ref.actor.checkpoint.async_save={in_background}"
+    trainer, _ = make_run("trainer.save_freq=1", in_background, steps=3)
     faults.arm(f"ckpt.call:{action}@call=open,file=manifest.json,n=2")
     try:
-        with pytest.raises(CheckpointError, match=r"cannot write .*step_2: .*; it needs 0.0 MiB, .* are free there") as caught:
+        with pytest.raises(
+            CheckpointError, match=r"cannot write .*step_2: .*; it needs \d+\.\d MiB, .* are free there"
+        ) as caught:
             trainer.fit()
     finally:
         faults.arm("")
@@ -164,18 +170,9 @@ def test_a_disk_that_fails_ends_the_run_and_the_commit_before_is_untouched(make,
     assert latest is not None and latest.step == 1
 
 
-def configured(in_background: bool, **trainer: Any) -> Any:
-    config = make_config(**trainer)
-    parts = config.actor_rollout_ref
-    checkpoint = dataclasses.replace(parts.actor.checkpoint, async_save=in_background)
-    actor = dataclasses.replace(parts.actor, checkpoint=checkpoint)
-    return dataclasses.replace(config, actor_rollout_ref=dataclasses.replace(parts, actor=actor))
-
-
-def test_a_save_that_fails_at_the_end_is_made_up_for_and_else_the_run_fails(make):
-    config = make_config(save_freq=2, on_save_error="continue")
+def test_a_save_that_fails_at_the_end_is_made_up_for_and_else_the_run_fails(make_run):
     for count, steps in ((1, [2]), (2, [])):
-        trainer, _ = make(config, total_steps=2, with_val=False)
+        trainer, _ = make_run("trainer.save_freq=2", "trainer.on_save_error=continue", steps=2)
         trials.shutil.rmtree(trainer.store.folder)
         # What is armed first does not let the second one count.
         faults.arm(";".join(["ckpt.call:enospc@call=rename,file=step_2,n=1"] * count))
@@ -190,9 +187,10 @@ def test_a_save_that_fails_at_the_end_is_made_up_for_and_else_the_run_fails(make
         assert trainer.store.steps() == steps
 
 
-def test_a_checkpoint_that_is_written_is_committed_though_the_run_fails_meanwhile(make, monkeypatch):
-    trainer, policy = make(make_config(save_freq=1), total_steps=3, with_val=False)
-    Slow(policy, looks=20).install(monkeypatch)
+def test_a_checkpoint_that_is_written_is_committed_though_the_run_fails_meanwhile(make_run, monkeypatch):
+    trainer, _ = make_run("trainer.save_freq=1", steps=3)
+    policy = trainer.roles.actor
+    SlowDisk(policy, 20, monkeypatch)
 
     def die(batch: Any) -> Any:
         raise ClusterError("actor0 died")
@@ -218,12 +216,12 @@ def test_a_checkpoint_that_is_written_is_committed_though_the_run_fails_meanwhil
         (lambda state: state.update(step=float("inf")), r"OverflowError: "),
     ],
 )
-def test_a_state_that_cannot_be_loaded_is_an_error_of_the_checkpoint_that_names_the_file(make, change, problem):
-    trainer, _ = make(make_config(save_freq=1), total_steps=1, with_val=False)
+def test_a_state_that_cannot_be_loaded_is_an_error_of_the_checkpoint_that_names_the_file(make_run, change, problem):
+    trainer, _ = make_run("trainer.save_freq=1", steps=1)
     trainer.fit()
     checkpoint = verify(trainer.store.folder / "step_1")
     change(checkpoint.state)
-    again, _ = make(make_config(save_freq=1), total_steps=2, with_val=False)
+    again, _ = make_run("trainer.save_freq=1", steps=2)
     with pytest.raises(CheckpointError, match=rf"step_1: trainer.json cannot be used: {problem}") as refused:
         again.resume(checkpoint)
     assert refused.value.exit_code == 4

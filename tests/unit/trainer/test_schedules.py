@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from test_sync_trainer import Policy, dataset, make_config, run_of
+from real_roles import MakeRun
 
-from grpo_rl.config.schema.tree import Config
+from grpo_rl.config.schema.tree import Config, TrainerConfig
 from grpo_rl.errors import EXIT_CODES, CheckpointError, ConfigError, FunctionError, StoppedByAlarm, details, headline
 from grpo_rl.main import main
-from grpo_rl.rewards.runtime.runner import RewardRunner
 from grpo_rl.schedules.registered import schedule_of
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
-from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.trainer.parts import Roles
 from grpo_rl.trainer.run import RunLoop
 
 OWN = '''
@@ -39,41 +35,31 @@ def train(session):
 
 @pytest.fixture
 def own(tmp_path: Path) -> str:
-    """The value of trainer.schedule for a schedule in a user's file."""
+    """The word for a schedule in a user's file."""
     (tmp_path / "own_schedule.py").write_text(OWN)
-    return f"{tmp_path / 'own_schedule.py'}:train"
+    return f"trainer.schedule={tmp_path / 'own_schedule.py'}:train"
 
 
-def own_run(config: Config, folder: Path, total_steps: int, **roles: Any) -> RunLoop:
-    """A run with nothing but these roles, and no training data; a folder's second run follows the first."""
-    run_dir = RunDir.create(folder, "run")
-    run_dir.release()
-    return run_of(config, run_dir, Roles(**roles), total_steps)
-
-
-def test_a_schedule_in_a_users_file_needs_neither_rollouts_nor_rewards_nor_training_data(
-    own: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = make_config(schedule=own, save_freq=2)
-    policy = Policy()
-    run = own_run(config, tmp_path, total_steps=9, actor=policy)
+def test_a_schedule_in_a_users_file_needs_neither_rollouts_nor_rewards_nor_training_data(own: str, make_run: MakeRun) -> None:
+    run, record = make_run(own, "trainer.save_freq=2", steps=9, answers=None)
+    assert run.roles.rollout is None and run.roles.rewarder is None
     run.fit()
     assert run.session.state["seen"] == ["first 1", "first 2", "second 3", "second 4", "second 5"]
-    assert policy.calls == ["save", "save", "save"] and run.store.steps() == [2, 4, 5]
+    assert record.calls == ["save", "save", "save"] and run.store.steps() == [2, 4, 5]
     rows = read_metrics(run.output.run_dir.metrics_file)
     assert [row["mine/loss"] for row in rows] == [1.0, 1 / 2, 1 / 3, 1 / 4, 1 / 5]
     assert [row["step"] for row in rows if "timing_s/save" in row] == [2, 4, 5]
-    assert "training ends at step 5 of 9: all phases are done" in capsys.readouterr().out
+    assert "training ends at step 5 of 9: all phases are done" in record.warnings
 
 
-def test_a_checkpoint_of_another_schedule_is_refused_with_both_names(own: str, make: Any, tmp_path: Path) -> None:
-    trainer, _ = make(make_config(save_freq=1), total_steps=1, with_val=False)
-    trainer.fit()
-    other = own_run(make_config(schedule=own), tmp_path / "other", total_steps=3, actor=Policy())
+def test_a_checkpoint_of_another_schedule_is_refused_with_both_names(own: str, make_run: MakeRun) -> None:
+    run, _ = make_run("trainer.save_freq=1", steps=1)
+    run.fit()
+    other, _ = make_run(own, steps=3)
     with pytest.raises(
         CheckpointError, match=r"trainer.schedule=sync, and this run has trainer.schedule=.*own_schedule.py:train"
     ):
-        other.resume(trainer.store.folder / "step_1")
+        other.resume(run.store.folder / "step_1")
 
 
 def test_an_unknown_schedule_is_refused_with_the_nearest_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,31 +78,21 @@ def test_an_unknown_schedule_is_refused_with_the_nearest_before_anything_starts(
 def test_what_is_no_schedule_is_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(text)
     with pytest.raises(ConfigError, match=message):
-        schedule_of(make_config(schedule=f"{tmp_path / 'own.py'}:train"))
+        schedule_of(Config(trainer=TrainerConfig(schedule=f"{tmp_path / 'own.py'}:train")))
 
 
-def test_a_failure_of_a_users_schedule_names_its_file_line_and_interface_and_no_step_is_logged(tmp_path: Path) -> None:
+def test_a_failure_of_a_users_schedule_names_its_file_line_and_interface_and_no_step_is_logged(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
     (tmp_path / "broken.py").write_text(
         OWN.replace("        if step.number == 2", "        session.fly()\n        if step.number == 2")
     )
-    run = own_run(make_config(schedule=f"{tmp_path / 'broken.py'}:train"), tmp_path, total_steps=2, actor=Policy())
+    run, _ = make_run(f"trainer.schedule={tmp_path / 'broken.py'}:train", steps=2)
     expected = r"schedule .*broken.py:train failed: AttributeError(?s:.*)in .*broken.py, line 13, in train: session.fly\(\)"
     with pytest.raises(FunctionError, match=rf"{expected}(?s:.*)it is called as train\(session: ") as raised:
         run.fit()
     del raised
     assert not read_metrics(run.output.run_dir.metrics_file)
-
-
-def test_validation_alone_takes_the_engines_own_weights_and_saves_nothing(rewarder: RewardRunner, tmp_path: Path) -> None:
-    policy = Policy()
-    run_dir = RunDir.create(tmp_path, "run")
-    run_dir.release()
-    val, roles = dataset("task:arithmetic?num_rows=3"), Roles(rollout=policy, rewarder=rewarder)
-    run = run_of(make_config(val_only=True, save_freq=1), run_dir, roles, total_steps=0, val=val)
-    run.fit()
-    assert policy.calls == ["generate 3x1"] and run.store.steps() == []
-    [row] = read_metrics(run.output.run_dir.metrics_file)
-    assert row["step"] == 0 and "val/arithmetic/mean@1" in row
 
 
 SICKENING = '''
@@ -132,18 +108,16 @@ def train(session):
 '''
 
 
-def sickening(tmp_path: Path, **trainer: Any) -> RunLoop:
-    (tmp_path / "sickening.py").write_text(SICKENING)
-    config = make_config(schedule=f"{tmp_path / 'sickening.py'}:train", **trainer)
-    return own_run(config, tmp_path, total_steps=9, actor=Policy())
-
-
 def steps_of(run: RunLoop) -> list[int]:
     return [int(row["step"]) for row in read_metrics(run.output.run_dir.metrics_file)]
 
 
-def test_an_alarm_that_stop_on_names_ends_the_run_in_the_step_in_which_it_begins_saved(tmp_path: Path) -> None:
-    run = sickening(tmp_path, stop_on=["nothing_trained"])
+def test_an_alarm_that_stop_on_names_ends_the_run_in_the_step_in_which_it_begins_saved(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    (tmp_path / "sickening.py").write_text(SICKENING)
+    schedule = f"trainer.schedule={tmp_path / 'sickening.py'}:train"
+    run, _ = make_run(schedule, "trainer.stop_on=[nothing_trained]", steps=9)
     with pytest.raises(StoppedByAlarm) as stopped:
         run.fit()
     assert steps_of(run) == [1, 2, 3, 4, 5] and run.store.steps() == [5]
@@ -154,7 +128,7 @@ def test_an_alarm_that_stop_on_names_ends_the_run_in_the_step_in_which_it_begins
     text = "\n".join(details(stopped.value))
     assert "step 5 of 9 is saved: the same command goes on from it" in text and "likeliest remedy:" in text
     assert stopped.value.exit_code == 76 and 76 in EXIT_CODES
-    again = sickening(tmp_path, stop_on=["nothing_trained", "nonfinite"])
+    again, _ = make_run(schedule, "trainer.stop_on=[nothing_trained,nonfinite]", steps=9)
     again.resume(again.store.folder / "step_5")
     with pytest.raises(StoppedByAlarm, match="nonfinite, since step 7"):
         again.fit()

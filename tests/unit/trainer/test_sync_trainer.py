@@ -1,207 +1,22 @@
-"""The order of a run: when it samples, validates, saves and resumes. The roles live in this process and note their calls."""
+"""The order of a run: when it samples, validates, saves and resumes."""
 
 from __future__ import annotations
 
-import ast
-import dataclasses
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from real_roles import REFERENCE, VALIDATED, half_right, learnt, row_of
 
-from grpo_rl.checkpoint.files import Files, write_file
 from grpo_rl.columns import values
-from grpo_rl.config.derived import settled
-from grpo_rl.config.schema.tree import AlgorithmConfig, Config, DataConfig, PolicyLossConfig, TrainerConfig
-from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.errors import DataError, DivergedError
-from grpo_rl.models.builtin import build_tokenizer
-from grpo_rl.plan.algorithm import objective_of
-from grpo_rl.rewards.runtime.runner import RewardRunner
-from grpo_rl.schedules.registered import schedule_of
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
-from grpo_rl.telemetry.metrics.sinks import Sinks
-from grpo_rl.telemetry.rollout_log import RolloutLog, read_rollouts
-from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.telemetry.terminal.console import Console
-from grpo_rl.trainer.parts import Output, Roles
+from grpo_rl.telemetry.rollout_log import read_rollouts
 from grpo_rl.trainer.run import RunLoop
-from grpo_rl.trainer.session import Session
-from grpo_rl.types import GREEDY, Batch, Counts, Metrics, Prompt, Rollout, Sampling
+from grpo_rl.types import Counts, Prompt
 from grpo_rl.workers.trained_rank import step_optimizer
-
-
-class Part:
-    """A part of a checkpoint: one of its attributes, in a file of its own."""
-
-    file = number = "version"
-
-    def save(self, folder: Path, in_background: bool) -> None:
-        self.written = {self.file: write_file(folder / self.file, [repr(getattr(self, self.number)).encode()])}
-
-    def saved(self, wait_s: float) -> Files:
-        return self.written
-
-    def save_bytes(self) -> int:
-        return 1
-
-    def load(self, folder: Path) -> None:
-        setattr(self, self.number, ast.literal_eval((folder / self.file).read_text()))
-
-
-class Policy(Part):
-    """Actor, reference and rollout pool in one: the policy answers the right number with probability 1/2."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.samplings: list[Sampling] = []
-        self.prompts: list[list[str]] = []
-        self.version = 0
-        self.trained: list[Batch] = []
-        self.is_solved: Callable[[str], bool] = lambda uid: False
-        """Prompts that it always answers right."""
-
-    def sync_weights(self, actor: Any) -> Metrics:
-        assert actor is self
-        self.calls.append("sync")
-        return {}
-
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        sampling: Sampling,
-        on_finish: Callable[[Rollout], None] | None = None,
-        *,
-        greedy: bool = False,
-    ) -> list[Rollout]:
-        self.calls.append(f"generate {len(prompts)}x{n}" + (" and greedy" if greedy else ""))
-        self.samplings.append(sampling)
-        self.prompts.append([prompt.uid for prompt in prompts])
-        rollouts = []
-        for prompt in prompts:
-            for sample in [*range(n), *([GREEDY] if greedy else [])]:
-                # Greedily it knows every other prompt.
-                knows = sample % 2 == 0 if sample != GREEDY else len(rollouts) == n
-                right = knows or self.is_solved(prompt.uid)
-                text, ids = (str(prompt.ground_truth), (2, 3)) if right else ("no idea", (2, 4))
-                rollouts.append(Rollout(prompt, sample, ids, (-0.5, -0.5), "stop", ((self.version, 2),), text=text))
-                if on_finish is not None:
-                    on_finish(rollouts[-1])
-        return rollouts
-
-    def old_logprobs(self, batch: Batch) -> Batch:
-        self.calls.append("old")
-        return batch.replace(old_logprobs_T=batch.rollout_logprobs_T)
-
-    def logprobs(self, batch: Batch) -> Batch:
-        self.calls.append("ref")
-        return batch.replace(ref_logprobs_T=batch.rollout_logprobs_T - 0.1)
-
-    def update(self, batch: Batch) -> Metrics:
-        assert batch.token_advantages() is not None
-        self.calls.append("update")
-        self.trained.append(batch)
-        self.version += 1
-        return {"actor/loss": 0.0, "actor/version": float(self.version)}
-
-    def save(self, folder: Path, in_background: bool) -> None:
-        self.calls.append("save")
-        super().save(folder, in_background)
-
-    def load(self, folder: Path) -> None:
-        self.calls.append("load")
-        super().load(folder)
-
-    def export(self, folder: Path) -> None:
-        self.calls.append("export")
-        folder.mkdir()
-        (folder / "config.json").write_text("{}")
-
-
-class Critic(Part):
-    """Notes its calls beside the policy's, and finds every state worth 1/4."""
-
-    file, number = "critic", "returns"
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.returns: list[list[float]] = []
-
-    def values(self, batch: Batch) -> Batch:
-        self.calls.append("values")
-        return batch.replace(values_T=torch.full((batch.num_trained_tokens,), 0.25))
-
-    def update(self, batch: Batch) -> Metrics:
-        assert batch.returns_T is not None
-        self.calls.append("update")
-        self.returns.append(batch.returns_T.tolist())
-        return {"critic/vf_loss": 1.0}
-
-
-def make_config(algorithm: AlgorithmConfig | None = None, save_contents: list[str] | None = None, **trainer: Any) -> Config:
-    config = Config(
-        data=DataConfig(train_batch_size=2, max_prompt_length=32),
-        algorithm=algorithm or AlgorithmConfig(),
-        trainer=TrainerConfig(logger=["console"], **({"save_at_end": False} | trainer)),
-    )
-    parts = config.actor_rollout_ref
-    actor = parts.actor
-    if save_contents is not None:
-        actor = dataclasses.replace(actor, checkpoint=dataclasses.replace(actor.checkpoint, save_contents=save_contents))
-    parts = dataclasses.replace(parts, actor=actor, rollout=dataclasses.replace(parts.rollout, n=4))
-    return dataclasses.replace(config, actor_rollout_ref=parts)
-
-
-def dataset(name: str) -> PromptDataset:
-    return PromptDataset([name], DataConfig(max_prompt_length=32), build_tokenizer(128)).checked()
-
-
-def run_of(
-    config: Config, run_dir: RunDir, roles: Roles, total_steps: int, train: Any = None, val: Any = None, **more: Any
-) -> RunLoop:
-    """Return a run in this folder; `more` are other arguments of its session."""
-    output = Output(run_dir, Console(), Sinks(run_dir, config.trainer, {}), RolloutLog(run_dir))
-    session = Session(config, roles, output, train_data=train, val_data=val, total_steps=total_steps, **more)
-    return RunLoop(session, schedule_of(config))
-
-
-@pytest.fixture
-def make(tmp_path: Path, rewarder: RewardRunner) -> Iterator[Callable[..., tuple[RunLoop, Policy]]]:
-    """A trainer with its policy, in the same run folder every time."""
-    run_dir = RunDir.create(tmp_path, "run")
-
-    def trainer(
-        config: Config,
-        total_steps: int,
-        with_val: bool = True,
-        reference: bool = False,
-        rows: int = 6,
-        critic: Critic | None = None,
-        policy: Policy | None = None,
-        pool: Any = None,
-    ) -> tuple[RunLoop, Policy]:
-        policy = policy or Policy()
-        roles = Roles(policy, pool or policy, rewarder, reference=policy if reference else None, critic=critic)
-        val = dataset("task:arithmetic?split=val&num_rows=3") if with_val else None
-        train = dataset(f"task:arithmetic?num_rows={rows}")
-        return run_of(config, run_dir, roles, total_steps, train, val, objective=objective_of(config)), policy
-
-    yield trainer
-    run_dir.release()
-
-
-def with_loss(config: Config, loss: str) -> Config:
-    """This configuration with another policy loss."""
-    parts = config.actor_rollout_ref
-    actor = dataclasses.replace(parts.actor, policy_loss=PolicyLossConfig(loss_mode=loss))
-    return settled(dataclasses.replace(config, actor_rollout_ref=dataclasses.replace(parts, actor=actor)))
-
 
 STEP = ["sync", "sample 2x4", "old", "update"]
 VALIDATION = ["sync", "sample 3x1"]
