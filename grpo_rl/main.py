@@ -99,7 +99,7 @@ def _run(words: list[str], on_error: Callable[[BaseException], None]) -> int:
             return run_sweep(words)
         if command.shown:
             return print_asked(command)
-        return launch(command, words, partial(_start, loading, on_error))
+        return launch(command, partial(_start, loading, on_error))
 
 
 def _start(loading: ExitStack, on_error: Callable[[BaseException], None], composed: Composed) -> int:

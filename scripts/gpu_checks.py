@@ -486,17 +486,14 @@ def planned_update(path: Path, sizes: Sizes) -> int:
     from grpo_rl.config.schema.tree import Config
     from grpo_rl.plan.decisions import decide
     from grpo_rl.plan.memory import CONTEXT, gpu_phases
-    from grpo_rl.plan.model_folder import model_size
 
     parts = Config().actor_rollout_ref
     actor = replace(parts.actor, use_kl_loss=False, ppo_max_token_len_per_gpu=sizes.tokens, ppo_mini_batch_size=32)
     rollout = replace(parts.rollout, nnodes=1, n_gpus_per_node=1)
     parts = replace(parts, model=replace(parts.model, path=str(path)), actor=actor, rollout=rollout)
     config = replace(Config(), actor_rollout_ref=parts, data=replace(Config().data, train_batch_size=32))
-    size = model_size(str(path))
-    assert size is not None
     plan = decide(config, Machine(num_gpus=1, num_cpus=8, device="cuda"))
-    return next(phase.needed for phase in gpu_phases(plan, size) if phase.what == "update") - CONTEXT
+    return next(phase.needed for phase in gpu_phases(plan) if phase.what == "update") - CONTEXT
 
 
 def check_offload(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:

@@ -44,6 +44,7 @@ class Command:
     folders: Sequence[Path]  # of primary files and choices, the first one first
     config_name: str
     line: Line
+    argv: Sequence[str]
     rest: Sequence[str]  # words that are no options, as typed
     recipe_is_default: bool
     """Neither a recipe, a model nor data were named: the embedded model learns the embedded task."""
@@ -74,7 +75,7 @@ def read(argv: Sequence[str]) -> Command:
     recipe_is_default = options.config_name is None and not keyed
     if recipe_is_default and not any("recipe" in word for word in rest):
         line.choose("recipe", recipes.DEFAULT_RECIPE, folders)
-    return Command(options, folders, config_name, line, rest, recipe_is_default)
+    return Command(options, folders, config_name, line, argv, rest, recipe_is_default)
 
 
 def _with_values(argv: Sequence[str]) -> list[str]:

@@ -27,7 +27,7 @@ from grpo_rl.config.checks import all_rules, inputs
 from grpo_rl.config.command_line import Command
 from grpo_rl.config.convert import convert_or_explain, show
 from grpo_rl.config.hydra_files import Reading
-from grpo_rl.config.overrides import Line, is_secret
+from grpo_rl.config.overrides import is_secret
 from grpo_rl.config.schema.fields import flat, free_mapping, leaves, nested
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.config.verl import verl_answers
@@ -60,7 +60,7 @@ def compose(argv: Sequence[str]) -> Composed:
     command = read(argv)
     command.line.problems += [f"--{name}: is for python -m grpo_rl.main" for name in command.other_work]
     with hydra_files.reading(command.folders, command.config_name) as reading:
-        return _checked_at_once(command, reading, argv)
+        return _checked_at_once(command, reading)
 
 
 def as_words(settings: Sequence[str | Mapping[str, Any] | DictConfig], folder: Path) -> list[str]:
@@ -80,25 +80,25 @@ def as_words(settings: Sequence[str | Mapping[str, Any] | DictConfig], folder: P
     return words
 
 
-def launch(command: Command, argv: Sequence[str], work: Callable[[Composed], T]) -> T:
+def launch(command: Command, work: Callable[[Composed], T]) -> T:
     """Return the result of `work` on what Hydra's main composes. Raises as `compose` and `work` do."""
     results: list[T] = []
     errors: list[BaseException] = []
     with hydra_files.reading(command.folders, command.config_name) as reading:
         if command.line.problems:
-            return work(_checked_at_once(command, reading, argv))
+            return work(_checked_at_once(command, reading))
 
         def task(composed: DictConfig) -> None:
             # Hydra would print what is raised, and return nothing.
             try:
-                results.append(work(checked(composed, command, reading, argv)))
+                results.append(work(checked(composed, command, reading)))
             except BaseException as error:
                 errors.append(error)
 
         try:
             main_of_hydra(command, task)
         except _HYDRAS_ERRORS as error:
-            checked(OmegaConf.create({}), command, reading, argv, [_one_line(error.__cause__ or error)])
+            checked(OmegaConf.create({}), command, reading, [_one_line(error.__cause__ or error)])
     if errors:
         raise errors[0]
     return results[0]
@@ -147,9 +147,9 @@ def read(argv: Sequence[str]) -> Command:
     return command_line.read(argv)
 
 
-def _checked_at_once(command: Command, reading: Reading, argv: Sequence[str]) -> Composed:
+def _checked_at_once(command: Command, reading: Reading) -> Composed:
     problems, composed = _hydras(command)
-    return checked(composed, command, reading, argv, problems)
+    return checked(composed, command, reading, problems)
 
 
 def _hydras(command: Command) -> tuple[list[str], DictConfig]:
@@ -170,18 +170,16 @@ def _no_outer_hydra() -> Iterator[None]:
         GlobalHydra.instance().hydra = outer
 
 
-def checked(
-    composed: DictConfig, command: Command, reading: Reading, argv: Sequence[str], problems: Sequence[str] = ()
-) -> Composed:
+def checked(composed: DictConfig, command: Command, reading: Reading, problems: Sequence[str] = ()) -> Composed:
     """Raises ConfigError as `compose`."""
     line = command.line
     problems = [*line.problems, *reading.problems, *problems]
-    of_files = reading.settings.values()
-    notes = [*line.notes, *(note for settings in of_files for note in settings.notes)]
-    if meaningless := dict.fromkeys(key for settings in (line, *of_files) for key in settings.meaningless):
+    all_settings = (line, *reading.settings.values())
+    notes = [note for settings in all_settings for note in settings.notes]
+    if meaningless := dict.fromkeys(key for settings in all_settings for key in settings.meaningless):
         notes.append(f"{', '.join(meaningless)}: no meaning here; verl's keys of speed, memory, logs or processes")
     raw, safe = _resolve(composed, problems)
-    named_keys = line.keys.union(*(settings.keys for settings in reading.settings.values()))
+    named_keys = {key for settings in all_settings for key in settings.keys}
     for tree in (raw, safe) if raw else ():
         notes += _implied(tree, named_keys)
     config, value_problems = convert_or_explain(raw)
@@ -190,7 +188,11 @@ def checked(
         notes += filter(None, [verl_answers.other_defaults(named_keys, {key: leaf.default for key, leaf in leaves().items()})])
     secrets.remember([os.environ.get(config.reward.judge.api_key_env or "")])
     problems += value_problems
-    problems += _own_code_in_recipe(config, line)
+    problems += [
+        f"{key}=true: stands in the recipe; running a model folder's own code has to be typed: {key}=true on the command line"
+        for key in inputs.allows_code(config)
+        if key not in line.keys
+    ]
     if problems:
         problems += all_rules.between_sound_keys(config, problems)
         raise ConfigError([secrets.redact(problem) for problem in dict.fromkeys(problems)])
@@ -200,7 +202,7 @@ def checked(
         recipe=line.choice_of.get("recipe"),
         recipe_is_default=command.recipe_is_default,
         overrides=tuple(
-            f"{word.partition('=')[0]}={secrets.HIDDEN}" if is_secret(word) else secrets.redact(word) for word in argv
+            f"{word.partition('=')[0]}={secrets.HIDDEN}" if is_secret(word) else secrets.redact(word) for word in command.argv
         ),
         notes=tuple(secrets.redact(note) for note in dict.fromkeys(notes)),
     )
@@ -304,10 +306,3 @@ def _escaped(value: Any) -> Any:
     if isinstance(value, str):
         return _BEGIN.sub(lambda match: f"{match[1] * 2}\\${{", secrets.redact(value))
     return [_escaped(entry) for entry in value] if isinstance(value, list) else value
-
-
-def _own_code_in_recipe(config: Config, line: Line) -> Iterator[str]:
-    """Only the user may allow a model folder's code to run, not a recipe."""
-    for key in inputs.allows_code(config):
-        if key not in line.keys:
-            yield f"{key}=true: stands in the recipe; running a model folder's own code has to be typed: {key}=true on the command line"

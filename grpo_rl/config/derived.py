@@ -195,8 +195,7 @@ def collection(config: Config) -> Config:
         "data.val_prompt_files": [],
         "trainer.val_only": True,
     }
-    sampling: Config = replaced(config, values)
-    return sampling
+    return replaced(config, values)
 
 
 def settled(config: Config) -> Config:
@@ -228,8 +227,7 @@ def settled(config: Config) -> Config:
             values |= {"actor_rollout_ref.model": model, f"{rollout}.name": "hf"}
         else:
             values["trainer.schedule"] = OFFLINE
-    run: Config = replaced(config, values)
-    return run
+    return replaced(config, values)
 
 
 def longest_sequence(config: Config) -> int:

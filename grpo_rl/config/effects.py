@@ -60,8 +60,7 @@ def notes(config: Config, machine: Machine, *, reference: str, old_logprobs: boo
 
 def as_read(config: Config, machine: Machine) -> Config:
     """Every key without an effect has its default here."""
-    run: Config = replaced(config, {key: leaves()[key].default for key in _unread(config, machine)})
-    return run
+    return replaced(config, {key: leaves()[key].default for key in _unread(config, machine)})
 
 
 def refusals(config: Config, names: str, reason: str) -> list[str]:

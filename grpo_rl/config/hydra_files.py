@@ -28,6 +28,10 @@ from grpo_rl.errors import ConfigError
 _GLOBAL = {"package": "_global_"}
 _RECIPE = "recipe/"
 _TYPED = "Hydra's own settings are typed, or stand in a primary file, --config-name=FILE"
+_NO_DEFAULT = (
+    f"it may hold recipes (`- /recipe/{recipes.DEFAULT_RECIPE}`, `- ./base.yaml` for a file beside it) and choices "
+    "(`- override /algorithm: dapo`)"
+)
 _GENERATED = ("base/", "hydra/")  # files with the schema's defaults, and Hydra's own
 
 
@@ -175,7 +179,7 @@ def _checked(reading: Reading, config_path: str, path: Path, file: YamlFile) -> 
         settings.problems += [f"{key} (in {path}): {reason}" for key, reason in refusals]
         if is_primary:
             config["hydra"] = {key: value for key, value in hydra.items() if key != "searchpath"}
-    if defaults := _Defaults(reading, config_path, path, settings, is_primary).of(entries.get("defaults")):
+    if defaults := _defaults(reading, config_path, path, settings, is_primary, entries.get("defaults")):
         config["defaults"] = defaults
     return config
 
@@ -200,78 +204,59 @@ def _settings(path: Path, file: YamlFile, config_path: str) -> Settings:
     return settings
 
 
-@dataclass(frozen=True, slots=True)
-class _Defaults:
-    reading: Reading
-    config_path: str
-    path: Path
-    settings: Settings
-    is_primary: bool
+def _defaults(reading: Reading, config_path: str, path: Path, settings: Settings, is_primary: bool, entries: Any) -> list[Any]:
+    """Return Hydra's defaults list for that of a file."""
+    if config_path == PRIMARY:
+        return list(entries or [])
+    entries = entries if isinstance(entries, list) else [] if entries is None else [entries]
+    if config_path.startswith(_RECIPE) and (problem := _repeated(config_path.removeprefix(_RECIPE))):
+        settings.problems.append(problem)
+        entries = [entry for entry in entries if _parent(path, entry) is None]
+    items: list[Any] = []
+    overrides: list[Any] = []
+    group_of_file = config_path.rpartition("/")[0]
+    siblings = choices.options(reading.folders, group_of_file) if group_of_file != "recipe" else []
 
-    def of(self, entries: Any) -> list[Any]:
-        if self.config_path == PRIMARY:
-            return list(entries or [])
-        entries = entries if isinstance(entries, list) else [] if entries is None else [entries]
-        if self.config_path.startswith(_RECIPE) and (problem := _repeated(self.config_path.removeprefix(_RECIPE))):
-            self.settings.problems.append(problem)
-            entries = [entry for entry in entries if _parent(self.path, entry) is None]
-        items: list[Any] = []
-        overrides: list[Any] = []
-        for entry in entries:
-            if isinstance(entry, Mapping) and len(entry) == 1:
-                self._choose(*next(iter(entry.items())), items, overrides)
-            elif (parent := _parent(self.path, entry)) is not None:
-                self._build_on(parent, items)
-            elif entry in VERLS_DEFAULTS and not self.is_primary:
-                overrides.append({"override /verl": entry})
-            elif self.is_primary and isinstance(entry, str) and entry != "_self_":
-                items.append(f"/{entry.lstrip('/')}")
-            elif entry == "_self_" or self._is_sibling(entry):
+    def refuse(entry: Any, reason: str = _NO_DEFAULT) -> None:
+        settings.problems.append(f"defaults{settings.where}: {entry!r} cannot stand there: {reason}")
+
+    for entry in entries:
+        problem = None
+        if isinstance(entry, Mapping) and len(entry) == 1:
+            key, choice = next(iter(entry.items()))
+            group = key.split()[-1].lstrip("/")
+            if group.startswith("hydra/"):
+                if is_primary:
+                    overrides.append(entry)
+                else:
+                    refuse(entry, _TYPED)
+            elif group in choices.groups([recipes.conf()]):
+                problem = choices.problem(reading.folders, group, choice) if isinstance(choice, str) else None
+                # config.yaml has the group already: another form would add a second one.
+                overrides += [] if problem else [{f"override /{group}": choice}]
+            elif is_primary:
                 items.append(entry)
             else:
-                self._refuse(entry)
-        is_based = any(str(item).strip("/").partition("/")[0] in (PRIMARY, *VERLS_DEFAULTS, "base") for item in items)
-        if self.is_primary and not is_based:
-            items.insert(0, f"/{PRIMARY}")
-        if self.is_primary and "_self_" not in items:
-            items.append("_self_")
-        return [*items, *overrides]
-
-    def _choose(self, key: str, choice: Any, items: list[Any], overrides: list[Any]) -> None:
-        group = key.split()[-1].lstrip("/")
-        if group.startswith("hydra/"):
-            if self.is_primary:
-                overrides.append({key: choice})
-            else:
-                self._refuse({key: choice}, _TYPED)
-        elif group in choices.groups([recipes.conf()]):
-            problem = choices.problem(self.reading.folders, group, choice) if isinstance(choice, str) else None
-            if problem is None:
-                # config.yaml has the group already: another form would add a second one.
-                overrides.append({f"override /{group}": choice})
-            else:
-                self.settings.problems.append(f"{problem}{self.settings.where}")
-        elif self.is_primary:
-            items.append({key: choice})
+                refuse(entry)
+        elif (parent := _parent(path, entry)) is not None:
+            problem = recipes.problem(parent)
+            items += [] if problem else [f"/{_RECIPE}{parent}"]
+        elif entry in VERLS_DEFAULTS and not is_primary:
+            overrides.append({"override /verl": entry})
+        elif is_primary and isinstance(entry, str) and entry != "_self_":
+            items.append(f"/{entry.lstrip('/')}")
+        elif entry == "_self_" or entry in siblings:
+            items.append(entry)
         else:
-            self._refuse({key: choice})
-
-    def _build_on(self, name: str, items: list[Any]) -> None:
-        if problem := recipes.problem(name):
-            self.settings.problems.append(f"{problem}{self.settings.where}")
-        else:
-            items.append(f"/{_RECIPE}{name}")
-
-    def _is_sibling(self, entry: Any) -> bool:
-        group = self.config_path.rpartition("/")[0]
-        return isinstance(entry, str) and group != "recipe" and entry in choices.options(self.reading.folders, group)
-
-    def _refuse(self, entry: Any, reason: str = "") -> None:
-        reason = reason or (
-            f"it may hold recipes (`- /recipe/{recipes.DEFAULT_RECIPE}`, `- ./base.yaml` for a file beside it) and choices "
-            "(`- override /algorithm: dapo`)"
-        )
-        self.settings.problems.append(f"defaults{self.settings.where}: {entry!r} cannot stand there: {reason}")
+            refuse(entry)
+        if problem:
+            settings.problems.append(f"{problem}{settings.where}")
+    is_based = any(str(item).strip("/").partition("/")[0] in (PRIMARY, *VERLS_DEFAULTS, "base") for item in items)
+    if is_primary and not is_based:
+        items.insert(0, f"/{PRIMARY}")
+    if is_primary and "_self_" not in items:
+        items.append("_self_")
+    return [*items, *overrides]
 
 
 def _parent(path: Path, entry: Any) -> str | None:

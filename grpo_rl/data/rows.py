@@ -278,9 +278,9 @@ def shared_length(left: Sequence[Any], right: Sequence[Any]) -> int:
 
 
 def irregular(path: Path) -> str | None:
-    kinds = {
-        "a FIFO": path.is_fifo(),
-        "a socket": path.is_socket(),
-        "a device": path.is_block_device() or path.is_char_device(),
-    }
-    return next((kind for kind, is_present in kinds.items() if is_present), None)
+    """Return what a path is that is neither a file nor a folder."""
+    if path.is_fifo():
+        return "a FIFO"
+    if path.is_socket():
+        return "a socket"
+    return "a device" if path.is_block_device() or path.is_char_device() else None

@@ -231,10 +231,10 @@ class StepTime:
         return self.tokens / self.total / self.gpus
 
 
-def step_time(plan: Plan, size: ModelSize | None, fitted: Fitted | None = None) -> StepTime | None:
+def step_time(plan: Plan, fitted: Fitted | None = None) -> StepTime | None:
     """Return the estimate for a named machine, or for this one as it was measured (`fitted`). None for any
     other machine, a model of unknown size, and if nothing samples."""
-    if size is None or plan.engine is None or plan.role("actor") is None:
+    if (size := plan.model) is None or plan.engine is None or plan.role("actor") is None:
         return None
     if fitted is not None:
         device = CORES if plan.machine.device == "cpu" else DEVICES["H100-80GB"]
@@ -295,7 +295,7 @@ def _replica(plan: Plan, size: ModelSize, device: Device, lengths: Lengths, prom
     parallel = engine.tensor_parallel_size
     # Engines of one device take turns with its kernels.
     share = parallel / engine.engines_per_device
-    fit = fit_of(plan, size)
+    fit = fit_of(plan)
     fitting = max(1.0, fit.cache_tokens / (prompt + lengths.age)) if fit is not None else math.inf
     return Replica(
         size,
@@ -359,7 +359,7 @@ def _training(plan: Plan, size: ModelSize, device: Device, tokens: float, length
         phases["old log-probs"] = of(size, passes.old)
     if plan.role("reference") or plan.base_reference:
         phases["reference"] = of(size, passes.reference)
-    if (critic := size_of_role(plan, size, "critic")) is not None:
+    if (critic := size_of_role(plan, "critic")) is not None:
         critic_config, updates = plan.config.critic, sizes.critic_updates_per_step
         recomputes, on_host = critic_config.model.enable_gradient_checkpointing, critic_config.fsdp.offload_policy
         batches = max(1, round(updates / max(1, sizes.critic_epochs)))
@@ -431,7 +431,7 @@ def predict(plan: Plan, runs: Path) -> dict[str, float]:
     try:
         known = _known(plan, runs)
         nearest = min(known, key=lambda size: abs(math.log(size / num_params)))
-        time = step_time(plan, plan.model, Fitted(**known[nearest]))
+        time = step_time(plan, Fitted(**known[nearest]))
     except (TypeError, ValueError, AttributeError):  # no such run, or another kind of file
         return {}
     return {} if time is None else time.phases | {"step": time.total}
@@ -465,12 +465,12 @@ def learn(plan: Plan, runs: Path, records: list[dict[str, float]]) -> None:
     typical = math.sqrt(2 * math.log(max(2, plan.sizes.rollouts_per_step)))
     spread = statistics.fmean(beyond) / typical if beyond else SPREAD
     fitted = Fitted({}, share("prompt", data.max_prompt_length), share("response", data.max_response_length), spread)
-    nominal = step_time(plan, plan.model, fitted) if seconds else None
+    nominal = step_time(plan, fitted) if seconds else None
     if nominal is None:
         return
     names = {name: f"timing_s/{PHASES[name]}" for name in nominal.phases if name in PHASES}
     factors = {name: seconds[key] / nominal.phases[name] for name, key in names.items() if key in seconds}
-    without = step_time(plan, plan.model, dataclasses.replace(fitted, factors=factors | {"other": 0.0}))
+    without = step_time(plan, dataclasses.replace(fitted, factors=factors | {"other": 0.0}))
     assert without is not None, "the same run"
     fitted = dataclasses.replace(fitted, factors=factors | {"other": max(0.0, seconds["timing_s/step"] - without.total)})
     if plan.config.actor_rollout_ref.rollout.ignore_eos:  # forced lengths

@@ -17,7 +17,7 @@ from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.errors import ConfigError
 from grpo_rl.installed import lacks
 from grpo_rl.plan.algorithm import objective_of
-from grpo_rl.plan.model_folder import ModelSize
+from grpo_rl.plan.model_folder import ModelSize, model_size
 from grpo_rl.registry import needs_of
 from grpo_rl.rollout.engine import EngineSpec
 from grpo_rl.schedules.registered import roles_of, schedule_of
@@ -227,13 +227,20 @@ class Plan:
         return self.passes.old_logprobs == "actor"
 
 
-def decide(config: Config, machine: Machine, *, num_train_rows: int | None = None, resumes: bool = False) -> Plan:
+def decide(
+    config: Config,
+    machine: Machine,
+    *,
+    num_train_rows: int | None = None,
+    resumes: bool = False,
+    model: ModelSize | None = None,
+) -> Plan:
     """Return the plan without its page and memory estimate, of the configuration with what the schedule
-    fixes. `resumes`: a checkpoint of the run exists. Raises ConfigError for unregistered names."""
-    collection = None
-    if derived.collects(config):
-        collection = decide(derived.collection(config), machine)
+    fixes. `resumes`: a checkpoint of the run exists; `model`: its sizes, if they were read before. Raises ConfigError for
+    unregistered names."""
+    sampled = derived.collection(config) if derived.collects(config) else None
     config = derived.settled(config)
+    model = model or model_size(config.actor_rollout_ref.model.path)
     objective = objective_of(config)
     needs = needs_of(ADVANTAGES.get(config.algorithm.adv_estimator))
     schedule = schedule_of(config)
@@ -264,7 +271,8 @@ def decide(config: Config, machine: Machine, *, num_train_rows: int | None = Non
         base_reference=base_reference,
         teachers=tuple(teachers.items()),
         resumes=resumes,
-        collection=collection,
+        collection=None if sampled is None else decide(sampled, machine, model=model),
+        model=model,
     )
 
 

@@ -59,10 +59,10 @@ def make_plan(composed: Composed, machine: Machine | None = None, *, looks_at_da
             "actor_rollout_ref.actor.router_replay.mode=R2: there is no pass for old log-probs whose experts could be taken "
             "again: a step has one update, whose experts are the old ones, or old log-probs are the engine's; leave it out"
         )
-    size = model_folder.model_size(config.actor_rollout_ref.model.path)
-    if size is not None and (changes := chosen_by_memory(plan, size)):
-        plan = decide(replaced(plan_config, changes), machine, num_train_rows=rows, resumes=plan.resumes)
-    plan = replace(plan, model=size, memory=() if size is None else memory_by_role(plan, size))
+    if changes := chosen_by_memory(plan):
+        changed_config = replaced(plan_config, changes)
+        plan = decide(changed_config, machine, num_train_rows=rows, resumes=plan.resumes, model=plan.model)
+    plan = replace(plan, memory=memory_by_role(plan))
     return replace(plan, text=describe(composed, plan))
 
 
@@ -122,20 +122,12 @@ def _functions(config: Config) -> Checks:
 
 
 def _fitting(config: Config, machine: Machine) -> Checks:
-    """Yield checks of what engine and model folder rule out, for keys that are sound by themselves."""
-    yield "", lambda: _check_engine(config)
+    """Yield checks of what the model's folder rules out, for keys that are sound by themselves."""
     yield "", lambda: model_folder.check_policy(config, machine)
     if config.trainer.machine is None:
         yield "", lambda: model_folder.check_others(config)
     if config.actor_rollout_ref.model.lora_rank:
         yield "", lambda: model_folder.check_adapters(config)
-
-
-def _check_engine(config: Config) -> None:
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.name == "hf" and (parallel := rollout.tensor_model_parallel_size) > 1:
-        key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
-        raise ConfigError(f"{key}={parallel}: rollout.name=hf runs on one device; 1, or rollout.name=vllm")
 
 
 # ---- the data ---------------------------------------------------------------------------------------------------------

@@ -166,10 +166,12 @@ def _kept(size: ModelSize, load: Load) -> int:
 # ---- each role: its largest micro-batch -------------------------------------------------------------------------------
 
 
-def memory_by_role(plan: Plan, size: ModelSize) -> tuple[RoleMemory, ...]:
-    """Return what tensors of each role need on one device, at the peak of its passes."""
+def memory_by_role(plan: Plan) -> tuple[RoleMemory, ...]:
+    """Return what tensors of each role need on one device, at the peak of its passes; empty if sizes are unknown."""
+    if plan.model is None:
+        return ()
     roles = []
-    for name, role_size, load in _loads(plan, size):
+    for name, role_size, load in _loads(plan):
         what = (
             "weights, and of adapters gradients and AdamW" if load.adapters else "weights" + ", gradients, AdamW" * load.trains
         )
@@ -177,13 +179,13 @@ def memory_by_role(plan: Plan, size: ModelSize) -> tuple[RoleMemory, ...]:
         parts = f"{what} {gib(state)} + activations {gib(largest - resident(role_size, load))}"
         roles.append(RoleMemory(name, largest, at_rest(role_size, load), parts))
     if plan.engine is not None:
-        roles.append(_engine(plan.engine, plan.machine, size))
+        roles.append(_engine(plan.engine, plan.machine, plan.model))
     return tuple(roles)
 
 
-def _loads(plan: Plan, size: ModelSize) -> Iterator[tuple[RoleName, ModelSize, Load]]:
+def _loads(plan: Plan) -> Iterator[tuple[RoleName, ModelSize, Load]]:
     for name in _MODEL_ROLES:
-        if (role_size := size_of_role(plan, size, name)) is not None:
+        if (role_size := size_of_role(plan, name)) is not None:
             yield name, role_size, load_of(plan, role_size, name)
 
 
@@ -207,15 +209,15 @@ def host_bytes(plan: Plan) -> int:
     )
 
 
-def size_of_role(plan: Plan, size: ModelSize, name: RoleName) -> ModelSize | None:
-    """Return a role's model sizes, by default the policy's; None if it does not start or has no model."""
+def size_of_role(plan: Plan, name: RoleName) -> ModelSize | None:
+    """Return a role's model sizes, by default the policy's; None if it does not start, or if they are unknown."""
     if plan.role(name) is None:
         return None
     if name == "reward_model":
         return model_size(plan.config.reward.reward_model.model_path or "")
     if name == "teacher":
         return max(_teacher_sizes(plan), key=lambda teacher_size: teacher_size.num_params, default=None)
-    return (plan.critic_model and model_size(plan.critic_model)) or size if name == "critic" else size
+    return (name == "critic" and plan.critic_model and model_size(plan.critic_model)) or plan.model
 
 
 def _teacher_sizes(plan: Plan) -> list[ModelSize]:
@@ -376,11 +378,11 @@ _PHASES = {"actor": "update", "critic": "critic's update", "reward_model": "rewa
 """The largest phases of roles whose names differ."""
 
 
-def gpu_phases(plan: Plan, size: ModelSize) -> list[Need]:
+def gpu_phases(plan: Plan) -> list[Need]:
     """Return the phases of a step on a GPU of the actor's pool."""
-    if plan.machine.device != "cuda" or plan.role("actor") is None:
+    if (size := plan.model) is None or plan.machine.device != "cuda" or plan.role("actor") is None:
         return []
-    gpu, engine, roles = plan.machine.gpu_memory, plan.engine, memory_by_role(plan, size)
+    gpu, engine, roles = plan.machine.gpu_memory, plan.engine, memory_by_role(plan)
     held = resting_on_gpu(plan, roles)
     resting, asleep, free, phases = sum(held.values()), 0, 1.0, []
     if engine is not None and plan.colocated:
@@ -430,34 +432,35 @@ class Fit:
         return max(self.needs, key=lambda need: need.used)
 
 
-def fit_of(plan: Plan, size: ModelSize | None) -> Fit | None:
+def fit_of(plan: Plan) -> Fit | None:
     """Return how a run fits; None without GPUs, or if sizes or their memory are unknown."""
     total = plan.machine.gpu_memory
-    if size is None or plan.machine.device != "cuda" or not total or plan.role("actor") is None:
+    if plan.model is None or plan.machine.device != "cuda" or not total or plan.role("actor") is None:
         return None
-    needs, tokens, longest = gpu_phases(plan, size), 0, 1
+    needs, tokens, longest = gpu_phases(plan), 0, 1
     if plan.engine is not None:
         longest = plan.engine.max_model_len
-        engine_share = Need("engine, in its share", engine_need(plan, size), total, plan.engine.gpu_memory_utilization)
+        engine_share = Need("engine, in its share", engine_need(plan), total, plan.engine.gpu_memory_utilization)
         cache = plan.engine.kv_cache_memory_bytes or max(0, engine_share.there - engine_share.needed)
-        tokens = cache // token_bytes(plan, size)
-        needs.append(replace(engine_share, needed=engine_share.needed + longest * token_bytes(plan, size)))
+        tokens = cache // token_bytes(plan)
+        needs.append(replace(engine_share, needed=engine_share.needed + longest * token_bytes(plan)))
     if plan.machine.host_memory:
-        needs.append(Need("host memory of a machine", host_need(plan, size), plan.machine.host_memory))
+        needs.append(Need("host memory of a machine", host_need(plan), plan.machine.host_memory))
     return Fit(tuple(needs), tokens, tokens / longest)
 
 
-def token_bytes(plan: Plan, size: ModelSize) -> int:
+def token_bytes(plan: Plan) -> int:
     """Bytes of a token's keys and values on an engine's GPU; too few heads for all are copied."""
-    assert plan.engine is not None
+    size = plan.model
+    assert plan.engine is not None and size is not None
     parallel = min(plan.engine.tensor_parallel_size, size.kv_heads)
     return -(-size.kv_bytes_per_token(plan.engine_width) // parallel)
 
 
-def engine_need(plan: Plan, size: ModelSize) -> int:
+def engine_need(plan: Plan) -> int:
     """Bytes on each of an engine's GPUs besides keys and values: weights, graphs, tensors of a pass."""
-    engine = plan.engine
-    assert engine is not None
+    engine, size = plan.engine, plan.model
+    assert engine is not None and size is not None
     weights = size.num_params * plan.engine_width // engine.tensor_parallel_size
     working = _engine_tensors(engine, size, plan.engine_width)
     return weights + working + ENGINE_WORK + (0 if engine.enforce_eager else GRAPHS)
@@ -465,21 +468,21 @@ def engine_need(plan: Plan, size: ModelSize) -> int:
 
 def checkpoint_bytes(plan: Plan) -> int:
     """Bytes of a checkpoint: a float32 weight and two moments per trained parameter."""
-    if (size := plan.model) is None or not plan.trains:
+    if plan.model is None or not plan.trains:
         return 0
-    actor, critic = size_of_role(plan, size, "actor"), size_of_role(plan, size, "critic")
-    scorer = size_of_role(plan, size, "reward_model") if plan.trains_reward_model else None
+    actor, critic = size_of_role(plan, "actor"), size_of_role(plan, "critic")
+    scorer = size_of_role(plan, "reward_model") if plan.trains_reward_model else None
     trained = sum(model.num_params for model in (critic, scorer) if model is not None)
     if actor is not None:
         trained += adapter_params(plan.config.actor_rollout_ref.model, actor) or actor.num_params
     return 12 * trained
 
 
-def host_need(plan: Plan, size: ModelSize) -> int:
+def host_need(plan: Plan) -> int:
     """Host bytes of one machine: processes, what is kept off GPUs, and a checkpoint being copied."""
     nodes = max(1, plan.config.trainer.nnodes)
     config, total = plan.config, HOST_OF_RUN
-    for name, model, load in _loads(plan, size):
+    for name, model, load in _loads(plan):
         param_bytes = 4 * load.weights_away + 8 * (load.moments_away and load.trains)
         if load.in_host_memory:
             param_bytes = 16 if load.trains else 4

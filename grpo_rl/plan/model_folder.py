@@ -238,8 +238,7 @@ def with_shared_prompts(config: Config, settings: Settings | None) -> Config:
     """Decide `use_prefix_grouper`: true, unless the model drops at random."""
     if config.actor_rollout_ref.actor.use_prefix_grouper is not None:
         return config
-    decided: Config = replaced(config, {f"{_ACTOR}.use_prefix_grouper": not _dropouts(settings or {})})
-    return decided
+    return replaced(config, {f"{_ACTOR}.use_prefix_grouper": not _dropouts(settings or {})})
 
 
 def _engine_refuses(config: Config, machine: Machine, settings: Settings) -> Iterator[str]:

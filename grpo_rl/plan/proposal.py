@@ -18,7 +18,6 @@ from grpo_rl.machine_memory import machine_memory
 from grpo_rl.plan.cost import StepTime, step_time
 from grpo_rl.plan.decisions import Plan, decide
 from grpo_rl.plan.memory import TIGHT, Fit, engine_need, fit_of, host_bytes, memory_by_role, token_bytes
-from grpo_rl.plan.model_folder import ModelSize
 
 Changes = dict[str, Any]  # values of keys
 A, R, REF, M = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref", "model"))
@@ -40,13 +39,13 @@ class Proposal:
         return list(words.values())
 
 
-def propose(plan: Plan, size: ModelSize) -> Proposal | None:
+def propose(plan: Plan) -> Proposal | None:
     """Return the configuration that fits with the fewest and smallest changes."""
     machine, nodes = plan.machine, plan.config.trainer.nnodes
     machine_changes: Changes = {}
     while nodes <= MOST_MACHINES:
         for changes in _by_cost(plan):
-            if (proposal := _fitting(plan, size, machine_changes | changes, machine)) is not None:
+            if (proposal := _fitting(plan, machine_changes | changes, machine)) is not None:
                 return proposal
         nodes *= 2
         machine_changes = {"trainer.nnodes": nodes}
@@ -62,31 +61,31 @@ LONG_RUN = 50  # steps that are worth minutes of compilation
 ROOMY = 0.8  # share of memory that the plan spends by itself
 
 
-def chosen_by_memory(plan: Plan, size: ModelSize) -> Changes:
+def chosen_by_memory(plan: Plan) -> Changes:
     """Return values that the configuration leaves to the plan: kept activations and, on GPUs, head chunks."""
     model = plan.config.actor_rollout_ref.model
     if plan.machine.device == "cpu":
         keeping = {f"{M}.enable_gradient_checkpointing": False}
-        leaves_it = plan.trains and model.enable_gradient_checkpointing is None
-        return keeping if leaves_it and _fits_on_cpus(plan, size, keeping) else {}
-    faster = propose_faster(plan, size, ROOMY)
+        leaves_it = plan.model is not None and plan.trains and model.enable_gradient_checkpointing is None
+        return keeping if leaves_it and _fits_on_cpus(plan, keeping) else {}
+    faster = propose_faster(plan, ROOMY)
     undecided = {name for name in ("enable_gradient_checkpointing", "lm_head_chunk_tokens") if getattr(model, name) is None}
     changes = {} if faster is None else faster.changes
     return {key: value for key, value in changes.items() if key.removeprefix(f"{M}.") in undecided}
 
 
-def _fits_on_cpus(plan: Plan, size: ModelSize, changes: Changes) -> bool:
+def _fits_on_cpus(plan: Plan, changes: Changes) -> bool:
     """Return whether all processes fit into this machine's memory; of a cluster, one of each role."""
-    tried = decide(replaced(plan.config, changes), plan.machine)
-    tried = dataclasses.replace(tried, model=size, memory=memory_by_role(tried, size))
+    tried = decide(replaced(plan.config, changes), plan.machine, model=plan.model)
+    tried = dataclasses.replace(tried, memory=memory_by_role(tried))
     needed = host_bytes(tried) or sum(need.num_bytes for need in tried.memory)
     return needed <= ROOMY * machine_memory().total
 
 
-def propose_faster(plan: Plan, size: ModelSize, share: float = TIGHT) -> Proposal | None:
+def propose_faster(plan: Plan, share: float = TIGHT) -> Proposal | None:
     """Return keys that spend memory, up to `share` of a GPU's, on shorter updates."""
-    judged, parts = fit_of(plan, size), plan.config.actor_rollout_ref
-    if judged is None or not judged.fits or not plan.trains or not plan.role("actor"):
+    judged, size, parts = fit_of(plan), plan.model, plan.config.actor_rollout_ref
+    if size is None or judged is None or not judged.fits or not plan.trains or not plan.role("actor"):
         return None
     chunk = derived.lm_head_chunk(parts.model.lm_head_chunk_tokens, size.vocab)
     chunks: list[Changes] = [{f"{M}.lm_head_chunk_tokens": tokens} for tokens in CHUNKS if tokens > chunk]
@@ -99,27 +98,27 @@ def propose_faster(plan: Plan, size: ModelSize, share: float = TIGHT) -> Proposa
         compiled = {f"{A}.fsdp_config.use_torch_compile": True}
     for keeps, large in itertools.product([*keeping, {}], [*chunks, {}]):
         changes = keeps | large | compiled
-        tried, fit = _tried(plan, size, changes, plan.machine)
+        tried, fit = _tried(plan, changes, plan.machine)
         if changes and fit.fits and fit.tightest.used <= share and not refuses(plan, changes, plan.machine):
-            return Proposal(changes, dataclasses.replace(tried, model=size), fit)
+            return Proposal(changes, tried, fit)
     return None
 
 
-def _fitting(plan: Plan, size: ModelSize, changes: Changes, machine: Machine) -> Proposal | None:
+def _fitting(plan: Plan, changes: Changes, machine: Machine) -> Proposal | None:
     """Return these changes with an engine that fits beside them, if any."""
     roomy = None
     for parallel in _engines(plan):
         attempt = changes | parallel
-        tried, fit = _tried(plan, size, attempt, machine)
+        tried, fit = _tried(plan, attempt, machine)
         lacking = {need.what for need in fit.needs if need.needed > need.there}
         if lacking - {"sampling", "engine, in its share"}:
             continue
         if lacking:  # the engine's share settles both
-            attempt[f"{R}.gpu_memory_utilization"] = _share(tried, size, fit)
-            tried, fit = _tried(plan, size, attempt, machine)
+            attempt[f"{R}.gpu_memory_utilization"] = _share(tried, fit)
+            tried, fit = _tried(plan, attempt, machine)
         if not fit.fits or refuses(plan, attempt, machine):
             continue
-        proposal = Proposal(attempt, dataclasses.replace(tried, model=size), fit)
+        proposal = Proposal(attempt, tried, fit)
         if plan.engine is None or fit.cache_sequences >= ENOUGH:
             return proposal
         if roomy is None or fit.cache_sequences > roomy.fit.cache_sequences:
@@ -127,9 +126,9 @@ def _fitting(plan: Plan, size: ModelSize, changes: Changes, machine: Machine) ->
     return roomy
 
 
-def _tried(plan: Plan, size: ModelSize, changes: Changes, machine: Machine) -> tuple[Plan, Fit]:
-    tried = decide(replaced(plan.config, changes), machine)
-    fit = fit_of(tried, size)
+def _tried(plan: Plan, changes: Changes, machine: Machine) -> tuple[Plan, Fit]:
+    tried = decide(replaced(plan.config, changes), machine, model=plan.model)
+    fit = fit_of(tried)
     assert fit is not None, "on GPUs whose memory is known"
     return tried, fit
 
@@ -140,12 +139,12 @@ def refuses(plan: Plan, changes: Changes, machine: Machine) -> bool:
     return bool(set(check(replaced(plan.config, changes), machine)) - known_problems)
 
 
-def _share(plan: Plan, size: ModelSize, fit: Fit) -> float:
+def _share(plan: Plan, fit: Fit) -> float:
     """Return the engine's share of a GPU, as near to the configured one as there is room."""
     assert plan.engine is not None
     total = plan.machine.gpu_memory
     resting = next((need.needed for need in fit.needs if need.what == "sampling"), 0)
-    least = (engine_need(plan, size) + plan.engine.max_model_len * token_bytes(plan, size)) / total
+    least = (engine_need(plan) + plan.engine.max_model_len * token_bytes(plan)) / total
     share = max(plan.engine.gpu_memory_utilization, -(-int(least * 1000) // 50) / 20 + 0.05)
     return round(max(0.05, min(int((0.95 - resting / total) * 20) / 20, share)), 2)
 
@@ -230,10 +229,10 @@ class Division:
 HEAD = f"{'schedule':<18}{'sample:train':>13}{'s a step':>10}{'sampling':>10}{'slots':>10}{'training':>10}  limit"
 
 
-def divisions(plan: Plan, size: ModelSize) -> list[Division]:
+def divisions(plan: Plan) -> list[Division]:
     """Return each schedule with its best division that fits; empty if nothing can be divided."""
     machine = plan.machine
-    if not machine.name or machine.num_gpus * machine.nodes < 2 or step_time(plan, size) is None:
+    if not machine.name or machine.num_gpus * machine.nodes < 2 or step_time(plan) is None:
         return []
     shared = {"trainer.nnodes": machine.nodes, "trainer.n_gpus_per_node": machine.num_gpus, f"{R}.nnodes": 0}
     splits_apart = list(_splits(machine))
@@ -247,7 +246,7 @@ def divisions(plan: Plan, size: ModelSize) -> list[Division]:
         runs.append((f"async, {age} old", keys, splits_apart))
     best = []
     for name, keys, splits in runs:
-        divided = [division for split in splits if (division := _divided(plan, size, name, keys | split)) is not None]
+        divided = [division for split in splits if (division := _divided(plan, name, keys | split)) is not None]
         if divided:
             best.append(min(divided, key=lambda division: division.time.total))
     return best
@@ -264,10 +263,10 @@ def _splits(machine: Machine) -> Iterator[Changes]:
             yield {"trainer.n_gpus_per_node": parts - share, f"{R}.nnodes": 1, f"{R}.n_gpus_per_node": share}
 
 
-def _divided(plan: Plan, size: ModelSize, name: str, changes: Changes) -> Division | None:
+def _divided(plan: Plan, name: str, changes: Changes) -> Division | None:
     """Return the run of these keys; None if it is refused or does not fit."""
     if refuses(plan, changes, plan.machine):
         return None
-    tried, fit = _tried(plan, size, changes, plan.machine)
-    time = step_time(tried, size) if fit.fits else None
+    tried, fit = _tried(plan, changes, plan.machine)
+    time = step_time(tried) if fit.fits else None
     return None if time is None else Division(name, changes, tried, time)

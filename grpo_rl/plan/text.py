@@ -52,8 +52,8 @@ TABLE = "|"  # the label of a line that stays as it is: a row of a table, or a w
 def describe(composed: Composed, plan: Plan) -> str:
     """Return all sections of the plan, each line at most `WIDTH` columns wide."""
     config = plan.config
-    judged = fit_of(plan, plan.model)
-    instead = None if plan.model is None or judged is None or judged.fits else propose(plan, plan.model)
+    judged = fit_of(plan)
+    instead = None if judged is None or judged.fits else propose(plan)
     timed = instead.plan if instead else plan
     sections = {
         _title(composed): _setting(config, plan),
@@ -533,13 +533,13 @@ def _memory(plan: Plan, judged: Fit | None) -> Rows:
         return
     for need in plan.memory:
         yield need.role.replace("_", " "), f"{gib(need.num_bytes)}: {need.parts}"
-    if phases := gpu_phases(plan, plan.model):
+    if phases := gpu_phases(plan):
         tight = max(phases, key=lambda phase: phase.least)
         yield "together", f"needs a GPU of {gib(tight.least)} or more, for the {tight.what} (estimated, not run)"
 
 
 def _fit(plan: Plan, judged: Fit | None, instead: Proposal | None) -> Rows:
-    if judged is None or plan.model is None:
+    if judged is None:
         return
     tight = judged.tightest
     state = "yes, tightly" if judged.fits and tight.used > TIGHT else "yes" if judged.fits else "no"
@@ -548,7 +548,7 @@ def _fit(plan: Plan, judged: Fit | None, instead: Proposal | None) -> Rows:
     if plan.engine is not None:
         yield "cache", f"{judged.cache_tokens:,} tokens for each engine, {judged.cache_sequences:.3g} sequences of full length"
     if judged.fits:
-        proposal, label, what = propose_faster(plan, plan.model), "faster", "free memory can shorten the update"
+        proposal, label, what = propose_faster(plan), "faster", "free memory can shorten the update"
     else:
         proposal, label, what = instead, "instead", "this fits"
     if proposal is not None:
@@ -560,8 +560,8 @@ def _fit(plan: Plan, judged: Fit | None, instead: Proposal | None) -> Rows:
 
 
 def _time(plan: Plan) -> Rows:
-    judged = fit_of(plan, plan.model)
-    estimate = step_time(plan, plan.model) if judged is not None and judged.fits else None
+    judged = fit_of(plan)
+    estimate = step_time(plan) if judged is not None and judged.fits else None
     if estimate is None:
         # By the runs that were made on this machine.
         phases = {} if plan.machine.name else predict(plan, Path(plan.config.trainer.default_local_dir).expanduser())
@@ -581,7 +581,7 @@ def _time(plan: Plan) -> Rows:
 
 
 def _schedules(plan: Plan) -> Rows:
-    fitting = divisions(plan, plan.model) if plan.model is not None else []
+    fitting = divisions(plan)
     if not fitting:
         return
     yield from ((TABLE, line) for line in (HEAD, *(division.line() for division in fitting)))

@@ -33,7 +33,7 @@ def planned(*words: str) -> Plan:
 
 def timed(*words: str) -> StepTime:
     plan = planned(*words)
-    found = step_time(plan, plan.model)
+    found = step_time(plan)
     assert found is not None
     return found
 
@@ -41,7 +41,7 @@ def timed(*words: str) -> StepTime:
 def divided(*words: str) -> dict[str, Division]:
     plan = planned(*words)
     assert plan.model is not None
-    return {division.schedule: division for division in divisions(plan, plan.model)}
+    return {division.schedule: division for division in divisions(plan)}
 
 
 @pytest.mark.parametrize(("mean", "spread"), [(100, 0.3), (100, 1.0), (900, 0.8), (500, 0.0), (999, 0.8)])

@@ -15,7 +15,6 @@ from grpo_rl.plan.decisions import Plan, decide
 from grpo_rl.plan.machine import DEVICES, named, probe_machine
 from grpo_rl.plan.make import make_plan
 from grpo_rl.plan.memory import GIB, Fit, Need, adapter_params, fit_of, gpu_phases, load_of, memory_by_role, resident
-from grpo_rl.plan.model_folder import ModelSize, model_size
 from grpo_rl.plan.proposal import propose, propose_faster
 
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -43,21 +42,19 @@ def planned(*words: str) -> Plan:
     return make_plan(compose([*BASE, *words]))
 
 
-def decided(*words: str) -> tuple[Plan, ModelSize]:
-    """Return a plan without its page, whose proposal and times take seconds, and the sizes of its model."""
+def decided(*words: str) -> Plan:
+    """Return a plan without its page, whose proposal and times take seconds."""
     config = compose([*BASE, "machine=8xH100-80GB", *words]).config
-    size = model_size(config.actor_rollout_ref.model.path)
-    assert size is not None
-    return decide(config, probe_machine(config)), size
+    return decide(config, probe_machine(config))
 
 
 def phases_of(*words: str) -> dict[str, Need]:
     stays = ["actor_rollout_ref.ref.fsdp_config.param_offload=false", f"{R}.gpu_memory_utilization=0.5"]
-    return {phase.what: phase for phase in gpu_phases(*decided(*stays, *words))}
+    return {phase.what: phase for phase in gpu_phases(decided(*stays, *words))}
 
 
 def judged(plan: Plan) -> Fit:
-    fit = fit_of(plan, plan.model)
+    fit = fit_of(plan)
     assert fit is not None
     return fit
 
@@ -133,7 +130,7 @@ def test_what_depends_on_the_device_is_judged_on_the_machine_that_is_named(words
 def test_what_is_proposed_fits_when_it_is_planned_again(name) -> None:
     plan = planned(*TOO_SMALL[name])
     assert plan.model is not None and not judged(plan).fits
-    found = propose(plan, plan.model)
+    found = propose(plan)
     assert found is not None and found.changes
     words = found.words()
     given = [word for word in TOO_SMALL[name] if not (word.startswith("machine=") and words[0].startswith("machine="))]
@@ -152,7 +149,7 @@ def test_a_run_that_fits_is_left_alone() -> None:
 def test_the_proposal_changes_as_little_as_it_can() -> None:
     plan = planned("machine=8xH100-80GB", f"{A}.ppo_max_token_len_per_gpu=131072")
     assert plan.model is not None
-    found = propose(plan, plan.model)
+    found = propose(plan)
     assert found is not None and set(found.changes) == {f"{A}.ppo_max_token_len_per_gpu"}
     # Twice as many tokens would not have fitted.
     tokens = 2 * found.changes[f"{A}.ppo_max_token_len_per_gpu"]
@@ -193,7 +190,7 @@ def test_activations_are_kept_on_cpus_that_have_the_memory(monkeypatch: pytest.M
 def test_free_memory_is_proposed_for_a_faster_update_that_fits() -> None:
     plan = planned(*SMALL, *SLOW)
     assert plan.model is not None
-    found = propose_faster(plan, plan.model)
+    found = propose_faster(plan)
     assert found is not None and found.fit.fits and found.fit.tightest.used <= 0.9
     keys = {LESS: False, f"{M}.lm_head_chunk_tokens": 16384, f"{A}.fsdp_config.use_torch_compile": True}
     assert found.changes == keys
@@ -201,7 +198,7 @@ def test_free_memory_is_proposed_for_a_faster_update_that_fits() -> None:
     assert "faster       free memory can shorten the update" in page and all(f"\n  {word}\n" in page for word in found.words())
     again = planned(*SMALL, *found.words())
     assert "fits         yes" in again.render() and "faster   " not in again.render()
-    before, after = (step_time(one, plan.model) for one in (plan, found.plan))
+    before, after = (step_time(one) for one in (plan, found.plan))
     assert before is not None and after is not None and after.phases["update"] < 0.8 * before.phases["update"]
 
 
@@ -221,13 +218,13 @@ def test_free_memory_is_proposed_for_a_faster_update_that_fits() -> None:
 def test_a_faster_update_is_proposed_by_no_key_that_cannot_be(words, lacking) -> None:
     plan = planned(*SMALL, *SLOW, *words)
     assert plan.model is not None and judged(plan).fits
-    found = propose_faster(plan, plan.model)
+    found = propose_faster(plan)
     assert found is None or lacking not in found.changes
 
 
 def test_nothing_faster_is_proposed_where_the_memory_of_gpus_is_not_known() -> None:
-    plan, size = decided(*SMALL)
-    assert propose_faster(dataclasses.replace(plan, machine=dataclasses.replace(plan.machine, gpu_memory=0)), size) is None
+    plan = decided(*SMALL)
+    assert propose_faster(dataclasses.replace(plan, machine=dataclasses.replace(plan.machine, gpu_memory=0))) is None
 
 
 # ---- memory: no GPU has confirmed the estimates -----------------------------------------------------------------
@@ -236,7 +233,7 @@ OFFLOAD = [f"{A}.fsdp_config.param_offload=true", f"{A}.fsdp_config.optimizer_of
 
 
 def test_host_memory_counts_what_is_kept_off_the_gpus() -> None:
-    fits = [fit_of(*decided(*words)) for words in ([], OFFLOAD, ["trainer.machine_host_gib=16"])]
+    fits = [fit_of(decided(*words)) for words in ([], OFFLOAD, ["trainer.machine_host_gib=16"])]
     there = [next(need for need in fit.needs if need.what == "host memory of a machine") for fit in fits]
     # All eight ranks are on the one machine: the whole model's weights and moments.
     assert there[1].needed - there[0].needed == pytest.approx(7_615_616_512 * 12, rel=1e-6)
@@ -244,14 +241,16 @@ def test_host_memory_counts_what_is_kept_off_the_gpus() -> None:
 
 
 def test_the_engine_needs_room_for_its_weights_and_one_sequence_in_its_share() -> None:
-    little, fewer, more = (fit_of(*decided(f"{R}.gpu_memory_utilization={share}")) for share in (0.15, 0.5, 0.7))
+    little, fewer, more = (fit_of(decided(f"{R}.gpu_memory_utilization={share}")) for share in (0.15, 0.5, 0.7))
     assert [need.what for need in little.needs if need.needed > need.there] == ["engine, in its share"]
     # 0.2 of 79.1 GiB at 56 KiB a token: 2 x 28 layers x 4 heads x 128 numbers of two bytes.
     assert more.cache_tokens - fewer.cache_tokens == pytest.approx(0.2 * 79.1 * GIB / (2 * 28 * 4 * 128 * 2), rel=1e-3)
 
 
 def test_adapters_need_neither_a_second_model_nor_moments_of_the_first() -> None:
-    (whole, size), (adapted, _) = decided(), decided(f"{M}.lora_rank=32")
+    whole, adapted = decided(), decided(f"{M}.lora_rank=32")
+    size = whole.model
+    assert size is not None
     assert adapted.role("reference") is None and adapted.base_reference == "the KL in the loss"
     # By peft's own count for Qwen2.5-7B at rank 32, all linear layers: 80,740,352.
     assert adapter_params(adapted.config.actor_rollout_ref.model, size) == 80_740_352
@@ -278,7 +277,7 @@ def test_every_phase_has_all_processes_of_the_gpu() -> None:
         assert 7.6e9 * 4 / 8 < added < 7.6e9 * 4 / 8 * 1.2 + 2 * GIB, name
     assert phases["sampling"].share == 0.5 and phases["update"].share == 1
     # A sleeping engine's graphs and context, the embedding and head whole, with gradients.
-    assert phases["update"].needed > memory_by_role(*decided())[0].num_bytes + 2 * 2 * 152064 * 3584 * 4
+    assert phases["update"].needed > memory_by_role(decided())[0].num_bytes + 2 * 2 * 152064 * 3584 * 4
 
 
 def test_what_is_kept_in_host_memory_is_on_the_gpu_only_while_it_is_used() -> None:

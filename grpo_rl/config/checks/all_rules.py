@@ -345,7 +345,9 @@ def _engines(config: Config, machine: Machine) -> Iterator[str]:
     (nodes, per_node), parallel = machine.devices(config, "rollout"), rollout.tensor_model_parallel_size
     spans = derived.nodes_per_engine(config, machine)
     across = rollout.name == "vllm" and machine.device == "cuda" and parallel == spans * per_node and nodes % spans == 0
-    if per_node % parallel and not across:
+    if rollout.name == "hf" and parallel > 1:
+        yield f"{_R}.tensor_model_parallel_size={parallel}: rollout.name=hf runs on one device; 1, or rollout.name=vllm"
+    elif per_node % parallel and not across:
         of = "trainer" if colocated or rollout.n_gpus_per_node is None else _R
         node_sizes = [str(per_node * count) for count in range(2, min(nodes, _NEAR) + 1) if nodes % count == 0]
         possible = ", ".join([_divisors(per_node), *(node_sizes if machine.device == "cuda" else [])])
@@ -401,12 +403,12 @@ def _ranks(config: Config, ranks: int) -> Iterator[str]:
 
 
 def _machine(config: Config, machine: Machine) -> Iterator[str]:
-    if machine.device != "cpu" and (machine.cluster or not machine.num_gpus):
-        if machine.cluster and config.trainer.n_gpus_per_node is None and not machine.num_gpus:
-            yield "trainer.n_gpus_per_node is not set: this machine has no GPU to count, so say how many each node of the cluster has"
-        if not machine.cluster:
+    if machine.device == "cuda":
+        if not machine.cluster and not machine.num_gpus:
             yield "trainer.device=cuda: torch finds no GPU on this machine; trainer.device=auto runs on the CPU where there is none"
-    elif machine.device != "cpu":
-        yield from _gpus(config, machine)
+        elif not machine.cluster:
+            yield from _gpus(config, machine)
+        elif config.trainer.n_gpus_per_node is None and not machine.num_gpus:
+            yield "trainer.n_gpus_per_node is not set: this machine has no GPU to count, so say how many each node of the cluster has"
     yield from _engines(config, machine)
     yield from _ranks(config, machine.world_size(config))

@@ -10,10 +10,12 @@ import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from operator import attrgetter
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from grpo_rl.config.schema.tree import Config, Range
 
+T = TypeVar("T")
 _NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping {name: value}"}
 
 
@@ -115,16 +117,15 @@ def free_mapping(key: str) -> str | None:
 
 
 def value_of(config: Any, key: str) -> Any:
-    for name in key.split("."):
-        config = getattr(config, name)
-    return config
+    return attrgetter(key)(config)
 
 
-def replaced(config: Any, values: Mapping[str, Any]) -> Any:
+def replaced(config: T, values: Mapping[str, Any]) -> T:
     """Return a configuration or section with the values of these dotted keys."""
     for key, value in values.items():
         head, _, rest = key.partition(".")
-        config = dataclasses.replace(config, **{head: replaced(getattr(config, head), {rest: value}) if rest else value})
+        part = replaced(getattr(config, head), {rest: value}) if rest else value
+        config = dataclasses.replace(config, **{head: part})  # type: ignore[type-var]
     return config
 
 

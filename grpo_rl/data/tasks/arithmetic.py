@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import random
 import re
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from grpo_rl.errors import ConfigError
 
 TRIES_FOR_A_NEW_PROBLEM = 64
 """Draws before a validation row may repeat an earlier problem."""
+_OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 class Problem(NamedTuple):
@@ -27,11 +29,7 @@ class Problem(NamedTuple):
 
     @property
     def answer(self) -> int:
-        if self.operation == "+":
-            return self.left + self.right
-        if self.operation == "-":
-            return self.left - self.right
-        return self.left * self.right
+        return _OPERATIONS[self.operation](self.left, self.right)
 
 
 class Form(NamedTuple):

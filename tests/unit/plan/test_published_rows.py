@@ -15,7 +15,6 @@ from grpo_rl.config.compose import compose
 from grpo_rl.plan.cost import step_time
 from grpo_rl.plan.decisions import decide
 from grpo_rl.plan.machine import probe_machine
-from grpo_rl.plan.model_folder import model_size
 
 PUBLISHED = json.loads(Path(__file__).with_name("published_rows.json").read_text())
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -52,7 +51,7 @@ def errors() -> dict[str, tuple[float, float, bool]]:
     found = {}
     for row in PUBLISHED["rows"]:
         config = compose(words_of(row)).config
-        time = step_time(decide(config, probe_machine(config)), model_size(config.actor_rollout_ref.model.path))
+        time = step_time(decide(config, probe_machine(config)))
         assert time is not None
         for phase, seconds in row["seconds"].items():
             predicted = time.total if phase == "total" else time.phases[phase]
