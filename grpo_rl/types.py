@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from grpo_rl.columns import Array, Column, Fetch, RemoteColumn, TextView, View, consecutive, read_columns, values
+from grpo_rl.frozen import frozen
 
 Metrics = dict[str, float]
 Versions = tuple[tuple[int, int], ...]
@@ -59,7 +60,7 @@ class Prompt(_ComparesArrays):
         _as_array(self, "token_ids", np.int32)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Sampling:
     """`temperature` 0 is greedy. `seed` None lets the engine draw freely."""
 
@@ -131,7 +132,7 @@ Ending = Literal["done", "turns", "tokens", "time", "failed"]
 TRUNCATED: tuple[Ending, ...] = ("turns", "tokens", "time")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PlayedTurn:
     """The place of an assistant turn's sampled tokens in the response, and what it was worth."""
 
@@ -148,7 +149,7 @@ class PlayedTurn:
         return self.start + self.length
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Episode:
     """All tokens of the response outside of the turns are context."""
 
@@ -238,7 +239,7 @@ def extended(versions: Versions, version: int, num_tokens: int) -> Versions:
     return (*versions, (version, num_tokens))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Counts:
     """The global denominators of one optimizer step, the same on every rank."""
 
@@ -294,7 +295,7 @@ class LossColumns(Generic[C]):
     """Trained tokens of the whole group in the mini-batch, for loss_agg_mode=prompt-mean."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Batch(LossColumns[Column]):
     """Rollouts as columns over flat axes: no padding, so no masks.
 

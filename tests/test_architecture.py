@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "grpo_rl"
 
 FLOORS = {
+    "frozen": -1,
     "types": 0,
     "background": 0,
     "columns": 0,

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 from grpo_rl.algos.segments import Segments
 from grpo_rl.config.schema.tree import RejectionMode, RolloutCorrectionConfig
 from grpo_rl.errors import ConfigError
+from grpo_rl.frozen import frozen
 from grpo_rl.types import Counts
 
 MAX_LOG_WEIGHT = 20.0
@@ -31,7 +31,7 @@ MAX_LOG_WEIGHT = 20.0
 _BOUNDED_BY = {"token": "token_k1", "sequence": "seq_sum_k1"}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Rejection:
     """A bound; what lies outside is not trained: a token for `token_*`, the whole response for `seq_*`.
 
@@ -55,7 +55,7 @@ class Rejection:
         return []
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RolloutCorrection:
     """Without arguments it corrects nothing. Raises ConfigError with all problems."""
 
@@ -125,7 +125,7 @@ class RolloutCorrection:
         return dataclasses.replace(self, rollout_is=None, rollout_is_threshold=None) if has_ratio else self
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Correction:
     weights_T: Tensor | None
     """Float32; None without `rollout_is`."""

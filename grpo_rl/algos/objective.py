@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,13 +19,14 @@ from grpo_rl.algos.trial import has_ratio
 from grpo_rl.config.function_options import AVERAGE, LOSS, PAIR_AVERAGES, chosen_options
 from grpo_rl.config.schema.tree import ActorConfig
 from grpo_rl.errors import ConfigError
+from grpo_rl.frozen import frozen
 from grpo_rl.registry import check_options, needs_of, options_of, own_options, shown
 from grpo_rl.types import Counts
 
 Options = tuple[tuple[str, Any], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Objective:
     """agg(policy loss) - entropy_coeff agg(entropy) + kl_loss_coef agg(KL), and perhaps a teacher's term.
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +21,7 @@ from grpo_rl.algos.losses import contract as losses
 from grpo_rl.algos.losses.registered import POLICY_LOSSES, LossInput, selection_of
 from grpo_rl.algos.segments import Segments
 from grpo_rl.errors import ConfigError, FunctionError
+from grpo_rl.frozen import frozen
 from grpo_rl.registry import Registry, needs_of, own_options
 from grpo_rl.types import LossColumns
 
@@ -31,7 +32,7 @@ Trial = Callable[[Any, Options], tuple[Tensor, ...]]
 """(function, its options) -> its results and, at the end, their gradient by the policy's log-probs."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class FunctionKind:
     registry: Registry[Any]
     arguments: tuple[str, ...]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +18,7 @@ from grpo_rl.data.training_rows.conversations import DemonstrationSet
 from grpo_rl.data.training_rows.pairs import LabelledSet, PairSet
 from grpo_rl.data.training_rows.rated_steps import RatedStepSet
 from grpo_rl.envs.setup import EpisodeSetup
+from grpo_rl.frozen import frozen
 from grpo_rl.models.load import load_config, load_tokenizer
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.rewards.audit import auditing
@@ -38,7 +38,7 @@ _ROWS: dict[str, Callable[..., TrainingSet[Any]]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Inputs:
     plan: Plan
     """The plan, with the number of rows that the training data turned out to have."""

@@ -8,7 +8,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,6 +23,7 @@ from grpo_rl.errors import (
     StoppedByAlarm,
     headline,
 )
+from grpo_rl.frozen import frozen
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.first_look import lack_of_memory
 from grpo_rl.telemetry.page.beside_run import FAILED_S, PageBeside
@@ -51,7 +51,7 @@ cluster for a process, and its answer to signals, as what must not be left half-
 """
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RunSession:
     plan: Plan
     run_dir: RunDir

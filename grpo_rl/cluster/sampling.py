@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from grpo_rl.cluster.run_session import RunSession, run_session
 from grpo_rl.cluster.session.ray_session import clean_earlier
 from grpo_rl.config.schema.tree import MultiTurnConfig
 from grpo_rl.data.dataset import PromptDataset
+from grpo_rl.frozen import frozen
 from grpo_rl.plan.decisions import Plan, RewardPlan
 from grpo_rl.protocols import Rewarder, RolloutPool
 from grpo_rl.rewards.combined import by_rule
@@ -22,7 +22,7 @@ from grpo_rl.trainer.sampled.trained import scored
 from grpo_rl.types import Prompt, Rollout, Sampling
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Sampler:
     plan: Plan
     tokenizer: Any

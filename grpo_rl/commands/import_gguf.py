@@ -10,7 +10,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, redirect_stderr
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import yaml
 import grpo_rl
 from grpo_rl.arguments import Arguments
 from grpo_rl.errors import ConfigError
+from grpo_rl.frozen import frozen
 from grpo_rl.machine_memory import machine_memory
 from grpo_rl.models.load import parameters_on_meta
 from grpo_rl.telemetry.terminal.console import Console
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class GgufFile:
     path: Path
     architecture: str

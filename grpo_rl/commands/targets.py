@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from grpo_rl.checkpoint.store import CheckpointStore
 from grpo_rl.config.checks.inputs import BY_IMPORT, is_gguf
 from grpo_rl.config.schema.fields import leaves
 from grpo_rl.errors import CheckpointError, ConfigError, DataError
+from grpo_rl.frozen import frozen
 from grpo_rl.telemetry.rundir import RunDir, links_out, named_run, no_run, run_config
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _AT = re.compile(r"(?P<run>.+)@(?P<step>\d+|last|start)")
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Target:
     label: str
     model: str  # folder, `builtin:NAME` or hub name; empty: export the checkpoint first

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,6 +13,7 @@ from grpo_rl.config.convert import show
 from grpo_rl.config.overrides import Line
 from grpo_rl.config.recipes import PRIMARY
 from grpo_rl.errors import ConfigError, did_you_mean
+from grpo_rl.frozen import frozen
 
 _RECIPE_UNLESS_SET = {"actor_rollout_ref.model.path", "data.train_files"}
 _RECIPE_UNLESS_CHOSEN = {"recipe", "model", "data"}
@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Command:
     options: argparse.Namespace
     folders: Sequence[Path]  # of primary files and choices, the first one first

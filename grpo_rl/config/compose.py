@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
 from typing import Any, TypeVar
@@ -32,6 +31,7 @@ from grpo_rl.config.schema.fields import flat, free_mapping, leaves, nested
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.config.verl import verl_answers
 from grpo_rl.errors import ConfigError
+from grpo_rl.frozen import frozen
 
 VERSION_BASE = "1.3"
 _LOCK = RLock()
@@ -41,7 +41,7 @@ T = TypeVar("T")
 _BEGIN = re.compile(r"(\\*)\$\{")  # an expression's beginning, with the backslashes before it
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Composed:
     config: Config
     resolved: dict[str, Any]

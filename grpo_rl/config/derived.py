@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import math
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from grpo_rl.config.convert import section
@@ -12,6 +11,7 @@ from grpo_rl.config.schema.algorithm import TeacherConfig
 from grpo_rl.config.schema.fields import leaves, replaced
 from grpo_rl.config.schema.tree import Config, ModelConfig, ProfilerConfig
 from grpo_rl.errors import ConfigError
+from grpo_rl.frozen import frozen
 from grpo_rl.registry import load_function, versions_ahead_of
 
 LABEL_LOSSES = ("kto",)  # losses over single answers that are desirable or not
@@ -38,7 +38,7 @@ def processes_on(cores: int, number: int | None) -> int:
     return number or min(MOST_ON_A_NODE, max(1, cores // 2))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Machine:
     num_gpus: int
     num_cpus: int  # cores that the run's processes share
@@ -67,7 +67,7 @@ class Machine:
         return math.prod(self.devices(config, role))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class MicroBatchRule:
     """How a rank's rollouts are cut into forward passes: by tokens or by rollouts; the other is None."""
 

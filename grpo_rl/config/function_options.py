@@ -5,11 +5,12 @@ fixed key whose option the function lacks is refused, unless it has verl's defau
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from grpo_rl.config.schema.fields import value_of
 from grpo_rl.config.schema.tree import ActorConfig, AlgorithmConfig, Config
+from grpo_rl.frozen import frozen
 
 ACTOR = "actor_rollout_ref.actor"
 PAIR_AVERAGES = ("prompt-mean", "seq-mean-token-mean")
@@ -19,7 +20,7 @@ PAIR_AVERAGES = ("prompt-mean", "seq-mean-token-mean")
 WITHOUT_DUAL_CLIP = ("gspo",)  # losses that do not read clip_ratio_c, which verl's commands set for them
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Choice:
     """All keys are relative to `section`."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import yaml
 
 import grpo_rl
 from grpo_rl.errors import ConfigError, did_you_mean
+from grpo_rl.frozen import frozen
 
 DEFAULT_RECIPE = "arithmetic/grpo"
 PRIMARY = "config"
@@ -23,7 +23,7 @@ _LARGEST_FILE = 1_000_000  # bytes; a full configuration has 15,000
 VERLS_DEFAULTS = ("ppo_trainer",)  # verl's file of defaults, on which its examples build
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class YamlFile:
     entries: Mapping[str, Any]
     header: dict[str, str]  # the words after `# @` in the first lines: `{"package": "_global_"}`

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
+
+from grpo_rl.frozen import frozen
 
 # A token costs about 12 * hidden multiplications in the layers and `length` in attention; hidden is 2048, as in verl.
 LINEAR_COST = 24_576
@@ -18,7 +19,7 @@ LINEAR_COST = 24_576
 UNEVEN = 1.03
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Prompts:
     """Given if a pass computes the prompt of a group once."""
 

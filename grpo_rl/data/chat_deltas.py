@@ -11,7 +11,6 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +20,7 @@ from grpo_rl.control_words import MARK, ControlWords, opened_thought, unmarked
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.rows import BadRow, Call, Message, at, shared_length
 from grpo_rl.errors import ConfigError, DataError
+from grpo_rl.frozen import frozen
 
 _ANSWER = f"Zq7{secrets.token_hex(8)}Xk"
 """Stands for an assistant's turn."""
@@ -28,7 +28,7 @@ _THOUGHTS = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 _WHERE = "a conversation of several turns"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Delta:
     token_ids: np.ndarray
     """int32 [tokens]"""

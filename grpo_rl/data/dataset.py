@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,13 @@ from grpo_rl.control_words import MARK, unmarked
 from grpo_rl.data.prompts import truncate
 from grpo_rl.data.row_set import RowSet
 from grpo_rl.data.rows import BadRow, Example, Row, at, column, example, prompt_of
+from grpo_rl.frozen import frozen
 from grpo_rl.types import Prompt
 
 TOKENIZED_AT_ONCE = 1024
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PromptRow:
     example: Example
     text: str

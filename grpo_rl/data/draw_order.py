@@ -6,7 +6,6 @@ import copy
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -19,10 +18,11 @@ from grpo_rl.data.row_set import TrainingSet
 from grpo_rl.data.rows import Example
 from grpo_rl.data.sources.source import differences
 from grpo_rl.errors import CheckpointError, ConfigError, DataError, FunctionError
+from grpo_rl.frozen import frozen
 from grpo_rl.registry import Registry
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Draw:
     """A question to a curriculum; a row may be named more than once."""
 

@@ -20,6 +20,7 @@ from grpo_rl.data.rows import BadRow, Row, at
 from grpo_rl.data.sources.locate import open_source
 from grpo_rl.data.sources.source import Fingerprint, Joined, RowSource, custom_source, fingerprint_of
 from grpo_rl.errors import DataError
+from grpo_rl.frozen import frozen
 from grpo_rl.types import Batch
 
 CHECKED_OF_MANY = 1000
@@ -295,7 +296,7 @@ class TrainingSet(RowSet[Tokenized]):
         """What a row makes, one rollout or several, is one group."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TrainingRows:
     train: TrainingSet[Any]
     val: TrainingSet[Any] | None = None

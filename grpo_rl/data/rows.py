@@ -8,13 +8,13 @@ import json
 import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.errors import DataError, did_you_mean
+from grpo_rl.frozen import frozen
 
 Row = dict[str, Any]
 Message = dict[str, Any]
@@ -39,7 +39,7 @@ def at(place: str) -> Iterator[None]:
         raise type(error)(f"{place}: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Example:
     prompt: Asked
     data_source: str

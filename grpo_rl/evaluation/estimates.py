@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
 
 import numpy as np
+
+from grpo_rl.frozen import frozen
 
 LEVEL = 0.95
 SEED = 0
@@ -19,14 +20,14 @@ _AT_ONCE = 2**22
 """Numbers drawn at a time, for any number of prompts."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Estimate:
     mean: float
     low: float
     high: float
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Difference(Estimate):
     p: float
     """The probability of a difference at least as large, either way, were the two sides exchangeable."""

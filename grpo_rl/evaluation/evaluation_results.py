@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 from grpo_rl.evaluation import estimates
 from grpo_rl.evaluation.estimates import Difference, Estimate
 from grpo_rl.evaluation.response_file import Record
+from grpo_rl.frozen import frozen
 from grpo_rl.rewards.validation_metrics import majority
 from grpo_rl.telemetry.metrics.validation import logged_value
 
@@ -22,7 +22,7 @@ Table = tuple[list[str], list[list[str]]]
 """Header and rows."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SourceResult:
     source: str
     num_prompts: int

@@ -10,13 +10,14 @@ import string
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from grpo_rl.errors import ConfigError
+from grpo_rl.frozen import frozen
 
 PREFIX = "builtin:"
 MODEL_TYPE = "qwen3"
@@ -30,7 +31,7 @@ CHAT_TEMPLATE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class WarmStart:
     task: str
     num_steps: int
@@ -40,7 +41,7 @@ class WarmStart:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Builtin:
     name: str
     version: int

@@ -8,7 +8,7 @@ recomputed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from grpo_rl.frozen import frozen
 from grpo_rl.models.linear import Precision, add_product, linear, product, reduced_linear, rounded
 
 Columns = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -24,7 +25,7 @@ Support = tuple[Tensor, Tensor]
 """Row in the chunk and id of every token that could be sampled there."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Head:
     weight_VD: Tensor
     bias_V: Tensor | None

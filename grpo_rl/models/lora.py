@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from grpo_rl.config.schema.model import ModelConfig
 from grpo_rl.errors import CheckpointError, ConfigError
+from grpo_rl.frozen import frozen
 from grpo_rl.models.experts import FAMILIES
 from grpo_rl.models.sharded_load import name_in_files
 from grpo_rl.models.shards import is_first_replica, local_of, rows_of
@@ -40,7 +41,7 @@ _PLAIN = {"bias": "none", "use_dora": False, "use_rslora": False, "modules_to_sa
 """Settings of an adapter with the values that they have here; another value is another function."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Adapters:
     """What a checkpoint has to agree with, beside names and shapes."""
 

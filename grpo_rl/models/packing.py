@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from grpo_rl.frozen import frozen
 from grpo_rl.gpu_allocator import to_device
 from grpo_rl.models.sequence_parallel import SequenceGroup, Slice
 
@@ -26,7 +27,7 @@ MIN_FILL = 0.8
 LEAST_SAVING = 0.08
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Sequences:
     token_ids_S: Tensor
     packing: Packing
@@ -116,7 +117,7 @@ def _laid_out(token_ids_S: Tensor, layout: Layout, device: torch.device) -> tupl
     return to_device(token_ids_S[layout.source_S], device, torch.long), packing, to_device(layout.states_T, device)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Layout:
     source_S: Tensor
     lengths_B: Tensor
@@ -206,7 +207,7 @@ def _flat(starts_N: Tensor, within_T: Tensor, num_read_N: Tensor) -> Tensor:
     return starts_N.repeat_interleave(num_read_N) + within_T
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Rectangles:
     """Blocks as padded rectangles, for kernels that take no variable lengths."""
 
@@ -292,7 +293,7 @@ class Packing:
         return Rectangles.of(self.lengths_N, self.position_ids_S.device)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class GatheredKeys:
     """The keys that each block attends to: those of the prompt that it continues, then its own."""
 

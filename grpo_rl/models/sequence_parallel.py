@@ -14,7 +14,6 @@ from __future__ import annotations
 import datetime
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,9 +23,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from grpo_rl.errors import ConfigError
+from grpo_rl.frozen import frozen
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SequenceGroup:
     group: Any
     rank: int
@@ -46,7 +46,7 @@ class SequenceGroup:
         return SequenceGroup(groups[rank // size], rank % size, size)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Slice:
     """One rank's slice of a pass. Slices are equally long; the last ones end in tokens that nothing reads."""
 

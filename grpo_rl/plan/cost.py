@@ -17,7 +17,6 @@ import json
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.relative_paths import function_files
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import DataError
+from grpo_rl.frozen import frozen
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.machine import CORES, DEVICES, Device, named
 from grpo_rl.plan.memory import GIB, adapter_params, fit_of, size_of_role
@@ -72,7 +72,7 @@ CONTROLLER_S = 6.0 / (16_384 * 4096)  # per response token; the bar of scripts/b
 EMPTY = 0.3  # share of filled slots below which the longest responses decide sampling time
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Lengths:
     """Lognormal lengths of responses, cut at the longest, with this mean after the cut."""
 
@@ -125,7 +125,7 @@ def _survival(tokens_K: np.ndarray, location: float, spread: float) -> np.ndarra
     return np.array([0.5 * math.erfc(score) for score in scores_K])
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Fitted:
     """This machine, as a run measured it; without factors the nominal device."""
 
@@ -139,7 +139,7 @@ class Fitted:
         return self.factors.get(phase, self.factors.get("update", 1.0))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Replica:
     size: ModelSize
     width: int  # bytes of a weight, and of a number in the cache
@@ -216,7 +216,7 @@ class Replica:
         return seconds + self.reading_s(requests / self.group * self.prompt + reread), busy / self.slots
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StepTime:
     phases: dict[str, float]
     total: float  # less than the sum of phases if sampling and training overlap

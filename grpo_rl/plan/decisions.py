@@ -4,7 +4,6 @@ builds the `Plan`, the dry run prints it."""
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import Literal
 
 from grpo_rl.algos.advantages.registered import ADVANTAGES
@@ -15,6 +14,7 @@ from grpo_rl.config.derived import Machine, MicroBatchRule
 from grpo_rl.config.schema.algorithm import TeacherConfig
 from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.errors import ConfigError
+from grpo_rl.frozen import frozen
 from grpo_rl.installed import lacks
 from grpo_rl.plan.algorithm import objective_of
 from grpo_rl.plan.model_folder import ModelSize, model_size
@@ -30,7 +30,7 @@ OldLogprobs = Literal["actor", "engine", "none"]  # who computes old log-probs
 RowKind = Literal["answers", "pairs", "labelled answers", "rated steps"]  # rows trained as they stand
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PoolPlan:
     name: str
     nnodes: int
@@ -38,7 +38,7 @@ class PoolPlan:
     nodes_per_engine: int = 1  # nodes over which an engine spreads its weights
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RolePlan:
     name: RoleName
     pool: str
@@ -50,7 +50,7 @@ class RolePlan:
     stateful: bool = False  # its state is part of checkpoints, and is restored when a process fails
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Passes:
     old_logprobs: OldLogprobs
     old_readers: tuple[str, ...]  # readers of old log-probs beside the ratio, in words of the plan's page
@@ -61,7 +61,7 @@ class Passes:
     replays_routing: bool = False  # updates take the experts of the pass for old log-probs
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Sizes:
     rollouts_per_step: int
     mini_batches: int  # of a batch, an optimizer step of the actor each
@@ -94,7 +94,7 @@ class Sizes:
         return total if self.iteration is None else total - self.policy_steps
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RewardPlan:
     scores: bool
     rules: bool  # reward functions run, in own processes
@@ -103,7 +103,7 @@ class RewardPlan:
     model_alone: bool = False  # the reward model's score is the reward; rules are only shown
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RoleMemory:
     """Bytes that a role needs on one device (in one process on a CPU)."""
 
@@ -113,7 +113,7 @@ class RoleMemory:
     parts: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Plan:
     """All decisions before a run starts: a plain value, which can be made for another machine."""
 

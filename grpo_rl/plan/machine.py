@@ -8,7 +8,6 @@ import difflib
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from grpo_rl.config import derived
 from grpo_rl.config.derived import Machine
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
+from grpo_rl.frozen import frozen
 
 _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
 RANKS_PER_CORE = 8  # of one role on a CPU; more only wait in collectives
@@ -103,7 +103,7 @@ KEY = "trainer.machine"
 _NAME = re.compile(r"(?:(?P<nodes>\d{1,5})x)?(?P<gpus>\d{1,4})x(?P<device>[A-Za-z][\w]*-\d+GB)", re.ASCII | re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Device:
     source: str
     memory_gib: float  # that a program finds: ECC and the driver take some
@@ -185,7 +185,7 @@ def peak_tflops(gpu: str) -> float | None:
     return (kinds[max(fitting, key=len)] if fitting else 0.0) or None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class NamedMachine:
     name: str
     nodes: int

@@ -10,13 +10,14 @@ One H100 has confirmed an actor's sum (docs/gpus.md).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import get_args
 
 from grpo_rl.config.derived import COPIED_BYTES, Machine, MicroBatchRule, is_offline, lm_head_chunk, longest_sequence
 from grpo_rl.config.schema.algorithm import TeacherConfig
 from grpo_rl.config.schema.model import FsdpConfig, ModelConfig, RefFsdpConfig
 from grpo_rl.config.schema.tree import Config
+from grpo_rl.frozen import frozen
 from grpo_rl.plan.decisions import Plan, RoleMemory, RoleName
 from grpo_rl.plan.model_folder import ModelSize, model_size, policy_settings
 from grpo_rl.rollout.engine import EngineSpec
@@ -44,7 +45,7 @@ _MODEL_ROLES: tuple[RoleName, ...] = tuple(name for name in get_args(RoleName) i
 # ---- one rank: tensors in each region of a pass ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Load:
     ranks: int  # that hold one copy of the model together
     tokens: int  # through the body
@@ -352,7 +353,7 @@ def gib(num_bytes: int) -> str:
 # ---- one GPU: its processes phase by phase, and whether they fit ---------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Need:
     """What all processes take in a phase, and the share of a GPU's, or a machine's, memory for it."""
 
@@ -417,7 +418,7 @@ def resting_on_gpu(plan: Plan, roles: Sequence[RoleMemory]) -> dict[RoleName, in
     return resting
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Fit:
     needs: tuple[Need, ...]
     cache_tokens: int  # whose keys and values a replica holds

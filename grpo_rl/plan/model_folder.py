@@ -9,7 +9,7 @@ import os
 import re
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from grpo_rl.config.derived import Machine, critic_has_own_model, longest_sequen
 from grpo_rl.config.schema.fields import replaced
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
+from grpo_rl.frozen import frozen
 from grpo_rl.models.builtin import PREFIX, get_builtin
 from grpo_rl.models.experts import FAMILIES
 from grpo_rl.models.load import SCALED_LOGITS, refuse_other_head
@@ -32,7 +33,7 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_leng
 _PLAIN_ROPE = (None, "default", "llama3")  # others scale the config's number of positions
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ModelSize:
     architecture: str
     hidden: int
@@ -328,8 +329,7 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
 
 def _builtin_settings(path: str) -> Settings:
     model = get_builtin(path)
-    sizes = {name: getattr(model, name) for name in model.__slots__}
-    return sizes | {"model_type": model.model_type, "tie_word_embeddings": True}
+    return asdict(model) | {"model_type": model.model_type, "tie_word_embeddings": True}
 
 
 def _from_settings(config: Settings, num_params: int | None) -> ModelSize | None:

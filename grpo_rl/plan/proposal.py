@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from grpo_rl.config import derived
@@ -14,6 +13,7 @@ from grpo_rl.config.checks.all_rules import check
 from grpo_rl.config.convert import show
 from grpo_rl.config.derived import Machine, longest_sequence
 from grpo_rl.config.schema.fields import replaced
+from grpo_rl.frozen import frozen
 from grpo_rl.machine_memory import machine_memory
 from grpo_rl.plan.cost import StepTime, step_time
 from grpo_rl.plan.decisions import Plan, decide
@@ -25,7 +25,7 @@ MOST_MACHINES = 64
 ENOUGH = 32  # full sequences in a cache: more GPUs per engine are not worth their copies
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Proposal:
     changes: Changes
     plan: Plan
@@ -210,7 +210,7 @@ MOST_DIVISIONS = 16
 STALENESS = (1, 2, 4)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Division:
     schedule: str
     changes: Changes

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal, Protocol
 
 from grpo_rl.config.derived import max_num_seqs, updates_in_flight
 from grpo_rl.config.schema.tree import Config
+from grpo_rl.frozen import frozen
 from grpo_rl.rollout.weights import WeightBucket
 from grpo_rl.types import Completion, Request
 
@@ -16,7 +17,7 @@ Device = Literal["cpu", "cuda"]
 Wakeable = Literal["weights", "kv_cache", "all"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class EngineSpec:
     """What an engine is built from, as plain values: most are keys of `actor_rollout_ref.rollout`."""
 
@@ -115,7 +116,7 @@ def weight_backend(cfg: Config, device: Device) -> WeightBackend:
     return "ipc" if rollout.nnodes == 0 else "nccl"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class NcclRendezvous:
     """The meeting point of the trainer's rank 0 and all engine processes. vLLM's names of fields."""
 

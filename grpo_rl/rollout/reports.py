@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from grpo_rl.columns import Block, RemoteBlock, TextView, View, encode_text
+from grpo_rl.frozen import frozen
 from grpo_rl.types import Completion, FinishReason, Support, Versions
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Report:
     """A completion without its tokens and its text."""
 

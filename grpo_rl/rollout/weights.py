@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from grpo_rl.errors import ClusterError
+from grpo_rl.frozen import frozen
 
 NamedTensor = tuple[str, Tensor]
 
@@ -25,7 +26,7 @@ class WeightTransferError(ClusterError):
     """Weights did not reach an engine as they left the trainer."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class WeightBucket:
     names: tuple[str, ...]
     dtypes: tuple[str, ...]

@@ -13,12 +13,12 @@ import shlex
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_rl.config import overrides
 from grpo_rl.config.secrets import redact
 from grpo_rl.errors import ConfigError, DataError
+from grpo_rl.frozen import frozen
 from grpo_rl.run_files import read_json
 from grpo_rl.telemetry.metrics.metrics_file import is_count, read_metrics
 from grpo_rl.telemetry.metrics.validation import validation_score
@@ -35,7 +35,7 @@ LAST_STEPS = 5
 LOSSES = {"validation loss": "val/loss", "training loss": "train/loss"}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Point:
     values: Mapping[str, str]
     """By axis, as Hydra writes it."""
@@ -48,7 +48,7 @@ class Point:
         return tuple((key, value) for key, value in self.values.items() if key not in SEED_AXES)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SweptRun:
     point: Point
     state: str

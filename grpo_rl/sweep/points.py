@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -27,6 +27,7 @@ from grpo_rl.config.compose import Composed, compose, main_of_hydra, read
 from grpo_rl.config.hydra_files import reading
 from grpo_rl.config.secrets import redact
 from grpo_rl.errors import ConfigError, DataError, Preempted
+from grpo_rl.frozen import frozen
 from grpo_rl.plan.make import make_plan
 from grpo_rl.sweep.outcome import (
     SEED_AXES,
@@ -71,7 +72,7 @@ class RunFailed(Exception):
         self.code = code
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RunPoint:
     """Hydra's task in a sweep: a run in a process of its own, on whatever machine."""
 
@@ -147,7 +148,7 @@ def setting_of(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(word for word in words if word.lstrip("+").partition("=")[0] not in SEED_AXES)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Sweep:
     folder: Path
     points: Sequence[Point]

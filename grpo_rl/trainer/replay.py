@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ import numpy as np
 from grpo_rl.checkpoint.files import Files, write_file
 from grpo_rl.config.schema.tree import ReplayConfig
 from grpo_rl.errors import CheckpointError
+from grpo_rl.frozen import frozen
 from grpo_rl.rewards.contract import LARGEST_REWARD
 from grpo_rl.trainer.sampled.selection import by_uid
 from grpo_rl.types import Metrics, Prompt, Rollout
@@ -26,7 +27,7 @@ _COLUMNS = (
 """What a row of the file has of each response."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Kept:
     """A group, or the best and the worst of one."""
 

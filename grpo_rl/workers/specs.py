@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -10,11 +10,12 @@ from grpo_rl.algos.objective import Objective
 from grpo_rl.columns import Column, Fetch, read_columns
 from grpo_rl.config.schema.model import POLICY_KEY, FsdpConfig, RefFsdpConfig
 from grpo_rl.config.schema.tree import ModelConfig, OptimConfig, RewardModelTrainConfig
+from grpo_rl.frozen import frozen
 from grpo_rl.rollout.engine import WeightBackend
 from grpo_rl.types import Batch, Counts
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Rank:
     rank: int
     world_size: int
@@ -35,7 +36,7 @@ class Rank:
         return max(self.timeout_s, self.start_timeout_s)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PolicySpec:
     """The settings from which a policy is built: the model, and what decides its forward pass."""
 
@@ -69,7 +70,7 @@ class PolicySpec:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SenderSpec:
     backend: WeightBackend = "object_store"
     bucket_bytes: int = 512 << 20
@@ -82,7 +83,7 @@ class SenderSpec:
     """Engines on each rank's GPU."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ActorSpec:
     policy: PolicySpec
     objective: Objective
@@ -109,7 +110,7 @@ Rows = tuple[int, ...]
 """The rollouts of one micro-batch, as rows of the rank's shard; empty if a rank only keeps step."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class OptimizerStep:
     """This rank's work for one optimizer step, and its global denominators."""
 
@@ -122,7 +123,7 @@ class OptimizerStep:
     """The clipped tokens: a bool for each trained token of the rank's shard."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Update:
     """The parts of an update on its shard that a rank does not have yet."""
 
@@ -140,7 +141,7 @@ class Update:
         return batch.replace(**self.columns)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class CriticSpec:
     model: PolicySpec
     optim: OptimConfig
@@ -155,7 +156,7 @@ class CriticSpec:
         return self.model.in_host_memory
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RewardModelSpec:
     path: str
     dtype: str
@@ -163,7 +164,7 @@ class RewardModelSpec:
     param_offload: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TrainedRewardModelSpec:
     scorer: RewardModelSpec
     train: RewardModelTrainConfig
@@ -188,7 +189,7 @@ class TrainedRewardModelSpec:
         return False
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ScoreBatch:
     """Sequences back to back, and the flat positions of the tokens whose scores are wanted."""
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from grpo_rl.frozen import frozen
 
 PIECE = 1 << 17
 """Tokens per piece, unless one response is longer: 1 MiB in float64, which stays in the cache."""
@@ -35,7 +36,7 @@ def sums(x_T: Tensor, lengths_N: Tensor) -> Tensor:
     return total_N
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Lot:
     """A few responses of similar length, longest first, and their places on the axis."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -11,10 +10,11 @@ from torch import Tensor
 
 from grpo_rl.algos.advantages import blockwise
 from grpo_rl.algos.segments import Segments
+from grpo_rl.frozen import frozen
 from grpo_rl.registry import Registry
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class AdvantageInput:
     """Optional columns are there if declared (`NEEDS`). K counts all rollouts' steps, P a reward's parts."""
 
@@ -51,14 +51,14 @@ class AdvantageInput:
         return value
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class AdvantageOutput:
     advantages_T: Tensor
     returns_T: Tensor | None = None
     """The targets of a critic, if rewards are discounted token by token."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RolloutAdvantages:
     """All tokens of a response have the same advantage."""
 

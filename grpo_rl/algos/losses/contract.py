@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_rl.algos.segments import Segments
+from grpo_rl.frozen import frozen
 from grpo_rl.registry import Registry
 from grpo_rl.types import LossColumns
 
@@ -23,7 +24,7 @@ MAX_SEQUENCE_LOG_RATIO = 10.0
 """A response's mean log-ratio is cut above at this, as in verl."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LossInput(LossColumns[Tensor]):
     """One micro-batch's trained tokens on one device; optional columns are there if declared (`NEEDS`)."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from grpo_rl.algos.losses.contract import LossInput
 from grpo_rl.config.schema.algorithm import DistillationConfig
 from grpo_rl.config.schema.kinds import Fraction
 from grpo_rl.errors import ConfigError
+from grpo_rl.frozen import frozen
 from grpo_rl.registry import Registry, coefficient_of, formula_of, options_of, own_options, shown
 
 Divergence = Callable[..., Tensor]
@@ -81,7 +81,7 @@ def with_rest(logprobs_TK: Tensor) -> Tensor:
     return torch.cat([logprobs_TK, rest_T1.clamp(min=LEAST_REST).log()], -1)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Distillation:
     """The teacher's part of the objective. Raises ConfigError for unknown or contradictory settings."""
 

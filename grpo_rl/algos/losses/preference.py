@@ -12,7 +12,6 @@ beta times a response's log-ratio is its *implicit reward* (DPO, arXiv 2305.1829
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,10 +20,11 @@ from torch.nn.functional import logsigmoid
 
 from grpo_rl.algos.losses.contract import POLICY_LOSSES, LossInput, TokenLoss
 from grpo_rl.config.schema.kinds import Beta, Coefficient, Positive, WrongShare
+from grpo_rl.frozen import frozen
 from grpo_rl.registry import formula_by, needs
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Pairs:
     chosen_P: Tensor
     rejected_P: Tensor

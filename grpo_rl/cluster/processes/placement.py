@@ -11,7 +11,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from secrets import token_hex
@@ -22,13 +21,14 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from grpo_rl.errors import ClusterError
+from grpo_rl.frozen import frozen
 from grpo_rl.source_code import sources
 
 # On CPU a slot reserves next to nothing: worker groups take turns on the cores, they do not own them.
 CPU_SHARE = 0.01
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Slot:
     """The place of one process: bundles of a placement group, and the GPUs of those that are on the process's node.
 
@@ -44,7 +44,7 @@ class Slot:
         return {"num_cpus": 0, "scheduling_strategy": PlacementGroupSchedulingStrategy(self.placement_group, self.bundles[0])}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class NodeSlot:
     node: str
     num_cpus: float
@@ -240,7 +240,7 @@ ANSWER_S = 45.0  # Ray has to start a process there
 PATIENCE_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Found:
     name: str
     versions: Mapping[str, str]

@@ -19,7 +19,6 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,7 @@ from grpo_rl.errors import (
     OutOfMemory,
     RewardError,
 )
+from grpo_rl.frozen import frozen
 from grpo_rl.machine_memory import out_of_memory
 from grpo_rl.processes.child import doing as children_doing
 from grpo_rl.processes.family import KILLED_FOR_MEMORY, descendants, is_running, kill_tree, oom_kills, started
@@ -66,7 +66,7 @@ class RemoteError(Exception):
         return self.message if self.user_error else f"{self.kind}: {self.message}"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Stored:
     """A value in Ray's object store for several calls: a process fetches it once and keeps it, where a
     reference would be deserialised anew in every call.

@@ -18,13 +18,14 @@ from grpo_rl.cluster.processes.worker_group import Worker, WorkerFailed, WorkerG
 from grpo_rl.cluster.recovery.supervisor import Supervisor
 from grpo_rl.cluster.session.liveness import unanswered
 from grpo_rl.errors import ClusterError, ConfigError, GrpoRlError
+from grpo_rl.frozen import frozen
 
 Build = Callable[[Worker], ray.ObjectRef]
 Vacated = Callable[[], AbstractContextManager[None]]
 ORDERS_S = 0.5
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Elastic:
     """The bounds of a number of replicas that may change, and where one more finds its place."""
 

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -22,6 +22,7 @@ from grpo_rl.config.secrets import is_secret_name, remember_environment
 from grpo_rl.envs.runtime.environment_pool import EnvironmentPool
 from grpo_rl.envs.runtime.episode_host import HostSetup
 from grpo_rl.errors import ClusterError, RewardError
+from grpo_rl.frozen import frozen
 from grpo_rl.rewards.contract import RewardFailure, Sample
 from grpo_rl.rewards.models.judge_question import JudgeSpec
 from grpo_rl.rewards.runtime.judge_process import JudgeProcess, Share
@@ -47,19 +48,19 @@ Tell = Callable[[str, Any], None]
 BROKEN, LOST, ENVIRONMENT = "broken", "lost", "environment"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ScorerSpec:
     config: RewardConfig
     data_sources: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class EnvironmentSpec:
     host: HostSetup
     config: EnvironmentConfig
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class FunctionSpec:
     """What runs on every node. It travels in a call to the worker, whose arguments no part of Ray shows."""
 

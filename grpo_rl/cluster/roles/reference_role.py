@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,6 +18,7 @@ from grpo_rl.data.collate import collate
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.rows import at
 from grpo_rl.errors import DataError
+from grpo_rl.frozen import frozen
 from grpo_rl.types import Batch, Metrics, Prompt, Rollout
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class MovingReferenceRole(SavedRole, ReferenceRole):
         self.worker_group.call_each("update", [(part.ref,) for _, part in parts])
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Teacher:
     name: str
     settings: TeacherConfig

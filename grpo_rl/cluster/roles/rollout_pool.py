@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
@@ -16,6 +15,7 @@ from grpo_rl.cluster.processes.worker_group import StoredBlock, Worker, WorkerFa
 from grpo_rl.cluster.recovery.replicas import Replicas
 from grpo_rl.cluster.roles.trained_roles import ActorRole
 from grpo_rl.errors import ClusterError, WeightVersionError
+from grpo_rl.frozen import frozen
 from grpo_rl.rollout.engine import NcclRendezvous, WeightBackend
 from grpo_rl.rollout.reports import Report, unpack
 from grpo_rl.rollout.requests import RequestPool
@@ -190,7 +190,7 @@ REPORTS_PER_S, REPORTS_OF_A_REPLICA_PER_S = 40, 10
 response that has ended waits so long for others; the last ones of a step do not wait."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PoolOptions:
     max_num_seqs: int
     sleeps: bool

@@ -14,7 +14,6 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -31,6 +30,7 @@ from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig
 from grpo_rl.data.balance import Prompts, cut_shards, split_over_ranks
 from grpo_rl.errors import CheckpointError
+from grpo_rl.frozen import frozen
 from grpo_rl.types import Batch, Counts, Metrics, columns_read_by, segments_at
 from grpo_rl.workers.specs import OptimizerStep, Rows, Update
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from grpo_rl.plan.decisions import OldLogprobs
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Dispatched:
     """A batch as it was dispatched: the rollouts of each rank, and where its shard is stored."""
 

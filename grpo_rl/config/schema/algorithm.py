@@ -1,16 +1,15 @@
 """Options `algorithm.*` and `distillation.*`."""
 
-# ruff: noqa: F403, F405, RUF009
+# ruff: noqa: F403, F405
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from grpo_rl.config.schema.kinds import *
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class KlControlConfig:
     type: Literal["fixed", "adaptive"] = field("fixed", needs="use_kl_in_reward=true")
     """Keep kl_coef, or steer it to target_kl (Ziegler et al. 2019, section 2.2)."""
@@ -22,7 +21,7 @@ class KlControlConfig:
     """The KL that the controller steers to: mean over responses of the mean over tokens."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RolloutCorrectionConfig:
     rollout_is: Literal["token", "sequence"] | None = None
     """Weight the loss by the ratio of old policy to engine: of each token, or of the whole response."""
@@ -41,7 +40,7 @@ class RolloutCorrectionConfig:
     weights may be stale (trainer.schedule=one_step_off or async) and nothing else here corrects for that."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class FilterGroupsConfig:
     enable: bool = False
     """Do not train groups whose responses all have the same metric: they have no signal (DAPO, ScaleRL)."""
@@ -54,7 +53,7 @@ class FilterGroupsConfig:
     """Most batches of data.gen_batch_size prompts for a step; if they do not suffice, the run stops."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ReplayConfig:
     max_age: Staleness = 0
     """Steps for which groups with rare successes replace groups without a signal, by the ratio to the policy
@@ -65,7 +64,7 @@ class ReplayConfig:
     """Largest replayed share of a step's groups. With filter_groups.refill fewer prompts are sampled."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RejectionConfig:
     min_reward: Factor = 1.0
     """Least reward of a response to train on. Pairs are the best and the worst of each group."""
@@ -75,7 +74,7 @@ class RejectionConfig:
     """Keep each response to a prompt once."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class AlgorithmConfig:
     adv_estimator: str = field("grpo", part="rewards")
     """Registered advantage estimator, or your own file.py:function; docs/algorithms.md."""
@@ -104,7 +103,7 @@ class AlgorithmConfig:
     rejection: RejectionConfig = field(RejectionConfig, needs="data.responses=initial_policy")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class DistillationLossConfig:
     loss_mode: str = "k3"
     """Distance to the teacher: an estimate by the sampled token (k1, k3, ...), a divergence over the
@@ -126,7 +125,7 @@ class DistillationLossConfig:
     """Bound of distances on both sides; null: none."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class DistillationConfig:
     enabled: bool = False
     """Learn from teachers: frozen models, or the policy itself with another prompt (docs/teachers.md)."""
@@ -143,7 +142,7 @@ class DistillationConfig:
     distillation_loss: DistillationLossConfig = field(DistillationLossConfig)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TeacherConfig:
     model_path: str | None = None
     """A folder with the policy's tokenizer, or an embedded model; None: the policy of each step."""

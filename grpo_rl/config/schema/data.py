@@ -1,16 +1,15 @@
 """Options `data.*`."""
 
-# ruff: noqa: F403, F405, RUF009
+# ruff: noqa: F403, F405
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from grpo_rl.config.schema.kinds import *
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class CustomClsConfig:
     path: str | None = None
     """Python file (or module) with your own data set class for the names in *_files; docs/data.md."""
@@ -18,7 +17,7 @@ class CustomClsConfig:
     """Name of that class."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class DataConfig:
     train_files: list[str] = field(list)
     """Files (parquet, json, jsonl, arrow), folders, `hf:owner/name?split=train`, `task:NAME?option=value`

@@ -8,18 +8,18 @@ import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from operator import attrgetter
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from grpo_rl.config.schema.tree import Config, Range
+from grpo_rl.frozen import frozen
 
 T = TypeVar("T")
 _NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping {name: value}"}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Kind:
     base: type
     optional: bool = False
@@ -39,7 +39,7 @@ class Kind:
         return text + (f" {bounds}" if bounds else "") + (", or null" if self.optional else "")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Leaf:
     key: str
     kind: Kind

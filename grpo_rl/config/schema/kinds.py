@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
+
+from grpo_rl.frozen import frozen
 
 ON_GPUS, ON_CPUS = "trainer.device=cuda | it is for GPUs", "trainer.device=cpu | it is for CPUs"
 
@@ -28,7 +29,7 @@ def field(default: Any, *, part: str = "", needs: str | Sequence[str] = (), harm
     return dataclasses.field(default=default, metadata=metadata)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Range:
     """Bounds of a number, as `Annotated[float, Range(gt=0, le=1, reason=...)]`. NaN is never inside."""
 

@@ -1,10 +1,9 @@
 """Options `actor_rollout_ref.*` and `critic.*`."""
 
-# ruff: noqa: F403, F405, RUF009
+# ruff: noqa: F403, F405
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from grpo_rl.config.schema.kinds import *
@@ -16,7 +15,7 @@ _IS_WARM = "temperature above 0 | validation is greedy at temperature 0"
 POLICY_KEY = "actor_rollout_ref.model.path"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ModelConfig:
     path: str = ""
     """A Hugging Face model folder (or hub name), or `builtin:NAME` for an embedded model."""
@@ -52,7 +51,7 @@ class ModelConfig:
     """LoRA: peft folder of the initial adapter, of the same rank, alpha and layers."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class OptimConfig:
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: Muon for matrices of transformer blocks, AdamW for the rest, at one learning rate."""
@@ -76,13 +75,13 @@ class OptimConfig:
     """Largest global gradient norm; larger gradients are scaled down."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class HeadOptimConfig(OptimConfig):
     lr: LearningRate = 1e-5
     """Peak learning rate."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RefFsdpConfig:
     param_offload: bool = field(False, needs=[ON_GPUS, _NOT_OFFLOADED], harmless=True)
     """GPU: keep parameters in host memory while the role is idle."""
@@ -100,7 +99,7 @@ class RefFsdpConfig:
     """torch.compile the decoder layers: faster after minutes of compilation, equal up to rounding."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class FsdpConfig(RefFsdpConfig):
     optimizer_offload: bool = field(False, needs=[ON_GPUS, _NOT_OFFLOADED], harmless=True)
     """GPU: keep the optimizer state in host memory while the rollout engine runs."""
@@ -108,7 +107,7 @@ class FsdpConfig(RefFsdpConfig):
     """Free a gathered layer after its forward pass: less memory, one more all-gather."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ProfilerConfig:
     enable: bool = field(False, needs="global_profiler.tool")
     """Use global_profiler.tool on this role."""
@@ -118,7 +117,7 @@ class ProfilerConfig:
     """Use it on these ranks; none without all_ranks: rank 0."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PolicyLossConfig:
     loss_mode: str = "vanilla"
     """Registered policy loss, or your own file.py:function; docs/algorithms.md."""
@@ -126,14 +125,14 @@ class PolicyLossConfig:
     """Options of the loss, e.g. {tau_pos: 2.0}; docs/algorithms.md."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RouterReplayConfig:
     mode: Literal["disabled", "R2"] = "disabled"
     """Models with experts. R2: in updates tokens take the experts of the pass for old log-probs. R3 (the
     engine's) is not available (docs/models.md)."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class AdaptiveEntropyConfig:
     enable: bool = False
     """Steer the entropy bonus, from entropy_coeff on, to keep the entropy above a target (Skywork-OR1)."""
@@ -143,7 +142,7 @@ class AdaptiveEntropyConfig:
     """Rise of the weight after a step below the target, and fall after one above."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class CheckpointConfig:
     save_contents: list[Literal["model", "optimizer", "extra", "hf_model"]] = field(lambda: ["model", "optimizer", "extra"])
     """Resuming needs the first three; hf_model adds a Hugging Face folder."""
@@ -152,7 +151,7 @@ class CheckpointConfig:
     parameter, shared by the ranks); false: training waits for the disk."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ActorConfig:
     strategy: Literal["fsdp", "fsdp2"] = "fsdp2"
     """Both names run FSDP2."""
@@ -214,7 +213,7 @@ class ActorConfig:
     checkpoint: CheckpointConfig = field(CheckpointConfig, needs="trainer.save_freq above 0 or trainer.keep_best=true")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RefConfig:
     log_prob_micro_batch_size_per_gpu: Rollouts | None = None
     """Rollouts per forward pass on one rank."""
@@ -228,7 +227,7 @@ class RefConfig:
     profiler: ProfilerConfig = field(ProfilerConfig)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ValSamplingConfig:
     temperature: TemperatureOrGreedy = field(0.0, needs=[_SAMPLES, _IS_WARM])
     """Temperature of sampling for validation; 0 is greedy."""
@@ -242,7 +241,7 @@ class ValSamplingConfig:
     """false: greedy; temperature must be 0 then, and n 1."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class WeightSyncConfig:
     backend: Literal["auto", "object_store"] = "auto"
     """Transport of weights. auto: CUDA IPC if colocated, NCCL if apart, shared memory on CPU; object_store:
@@ -253,7 +252,7 @@ class WeightSyncConfig:
     """Compare a digest of each tensor on both sides after every transfer. null: on GPUs."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class HfEngineConfig:
     batched: bool = True
     """false: each response has its own forward passes: many times slower, the same to the last bit whatever
@@ -263,7 +262,7 @@ class HfEngineConfig:
 TruncationRule = Literal["keep", "drop", "mask", "punish"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class EnvironmentConfig:
     name: str | None = None
     """Registered environment, or your own file.py:Class; null: tools alone (docs/agents.md)."""
@@ -283,7 +282,7 @@ class EnvironmentConfig:
     """Further tries of an episode whose process was lost."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TruncationConfig:
     turns: TruncationRule = field("keep", needs="max_assistant_turns or max_user_turns")
     """Episodes that end by the limit on turns. keep: train; drop: leave out of the group; mask: compare, and
@@ -296,7 +295,7 @@ class TruncationConfig:
     """What punish takes off the reward."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class MultiTurnConfig:
     enable: bool = False
     """Sample episodes of several turns, with an environment or tools, instead of single responses."""
@@ -326,7 +325,7 @@ class MultiTurnConfig:
     truncation: TruncationConfig = field(TruncationConfig)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RolloutConfig:
     name: str = "vllm"
     """Engine: vllm, or hf (plain transformers: slower, for debugging and if vLLM is missing)."""
@@ -427,7 +426,7 @@ class RolloutConfig:
     """Settings of speed and memory for the engine's constructor: {vllm: {block_size: 32}}; others are refused."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ActorRolloutRefConfig:
     model: ModelConfig = field(ModelConfig)
     actor: ActorConfig = field(ActorConfig)
@@ -435,7 +434,7 @@ class ActorRolloutRefConfig:
     rollout: RolloutConfig = field(RolloutConfig, part="sampling")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class CriticModelConfig:
     path: str = ""
     """Causal LM whose body the critic starts from, with the actor's vocabulary; empty: the actor's model."""
@@ -445,7 +444,7 @@ class CriticModelConfig:
     """GPU: as actor_rollout_ref.model.enable_activation_offload."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class CriticConfig:
     enable: bool | None = None
     """null: as adv_estimator needs; true and false are refused if they contradict it."""

@@ -1,10 +1,9 @@
 """Options `reward.*`."""
 
-# ruff: noqa: F403, F405, RUF009
+# ruff: noqa: F403, F405
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from grpo_rl.config.schema.kinds import *
@@ -13,7 +12,7 @@ from grpo_rl.config.schema.model import HeadOptimConfig
 _HAS_FUNCTIONS = "functions or audit or custom_reward_function.path"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class CustomRewardConfig:
     path: str | None = None
     """A file with your own reward function; short for reward.functions=[path:name]."""
@@ -23,7 +22,7 @@ class CustomRewardConfig:
     """Further keyword arguments for the function."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class OverlongBufferConfig:
     enable: bool = True
     """false: no penalty, whatever `len` is."""
@@ -37,7 +36,7 @@ class OverlongBufferConfig:
         return self.len if self.enable else None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RewardModelTrainConfig:
     loss: Literal["bradley_terry", "steps"] = "bradley_terry"
     """bradley_terry: pairs, -log sigmoid(r_chosen - r_rejected - margin); steps: rated steps, cross-entropy
@@ -51,7 +50,7 @@ class RewardModelTrainConfig:
     """GPU: keep the optimizer state in host memory between updates."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RewardModelConfig:
     enable: bool = False
     """Add the score of a reward model to the reward; it has worker processes of its own (docs/rewards.md)."""
@@ -83,7 +82,7 @@ class RewardModelConfig:
     train: RewardModelTrainConfig = field(RewardModelTrainConfig)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class JudgeConfig:
     base_url: str | None = None
     """An OpenAI-compatible endpoint (.../v1) whose model judges responses; null: none (docs/rewards.md)."""
@@ -133,7 +132,7 @@ class JudgeConfig:
     """Environment variable that holds the key; the key itself is in no file and no log."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RewardConfig:
     functions: list[str] = field(lambda: ["auto"])
     """Rewards that are summed: registered names or path.py:function, with an optional factor (`0.2*format`).

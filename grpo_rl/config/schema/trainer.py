@@ -1,10 +1,9 @@
 """Options `trainer.*`, `global_profiler.*` and `ray_kwargs.*`."""
 
-# ruff: noqa: F403, F405, RUF009
+# ruff: noqa: F403, F405
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from grpo_rl.config.schema.kinds import *
@@ -16,7 +15,7 @@ _IS_PROFILED = (
 _VALIDATES = "data.val_files or data.val_prompt_files | there is nothing to validate on, such as data.val_files"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class IterateConfig:
     steps_per_iteration: Count = 100
     """Policy steps per iteration, rewarded by the reward model's score alone."""
@@ -29,7 +28,7 @@ class IterateConfig:
     """Most pairs kept for that; of more, an even sample of all iterations."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class AsynchronousConfig:
     max_staleness: Staleness = 1
     """Bound on the versions (steps) by which a trained token's sampling weights may be older than those that
@@ -43,7 +42,7 @@ class AsynchronousConfig:
     are exactly the new weights'."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TrainerConfig:
     project_name: str = "grpo_rl"
     """Folder of the runs, and project of W&B or MLflow."""
@@ -158,7 +157,7 @@ class TrainerConfig:
     """The doctor's alarms that end the run, saved, with exit code 76 (docs/doctor.md): [kl_runaway]."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class GlobalProfilerConfig:
     tool: Literal["torch"] | None = field(None, needs=["steps", _IS_PROFILED], harmless=True)
     """torch: traces of calls that run a model, for chrome://tracing or Perfetto (docs/performance.md)."""
@@ -168,7 +167,7 @@ class GlobalProfilerConfig:
     """Folder of traces, from the run's folder."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RayInitConfig:
     address: str | None = None
     """A running cluster (`auto`, ray://...); null: a local one, or the job's own under `ray job submit`."""
@@ -183,6 +182,6 @@ class RayInitConfig:
     """Use a cluster without tokens (Ray before 2.52 has none): whoever reaches its ports can run code."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RayConfig:
     ray_init: RayInitConfig = field(RayInitConfig)

@@ -4,11 +4,9 @@ Keys and meanings are verl's wherever verl has one that is right. `conf/base` is
 All classes and kinds are names of this module.
 """
 
-# ruff: noqa: F403, F405, RUF009
+# ruff: noqa: F403, F405
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from grpo_rl.config.schema.algorithm import *
 from grpo_rl.config.schema.data import *
@@ -18,7 +16,7 @@ from grpo_rl.config.schema.reward import *
 from grpo_rl.config.schema.trainer import *
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Config:
     data: DataConfig = field(DataConfig)
     actor_rollout_ref: ActorRolloutRefConfig = field(ActorRolloutRefConfig)

@@ -7,16 +7,16 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Collection, Mapping, MutableMapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from grpo_rl.config import recipes
 from grpo_rl.config.convert import show
 from grpo_rl.config.schema.fields import flat
+from grpo_rl.frozen import frozen
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Answer:
     advice: str = ""
     accepts: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from typing import Any
 
@@ -33,6 +33,7 @@ from grpo_rl.data.rows import (
     wrong,
 )
 from grpo_rl.data.tasks.registry import task_rows
+from grpo_rl.frozen import frozen
 from grpo_rl.types import Batch
 
 ASSISTANT = "assistant"
@@ -41,7 +42,7 @@ _OF_ROLLOUTS = ("prompt_length", "response_length", "finish_reason")
 """Columns of <run>/rollouts/step_N.jsonl beside prompt and response."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Chat:
     messages: list[Message]
     options: dict[str, Any] = field(default_factory=dict)
@@ -50,7 +51,7 @@ class Chat:
     """Prompt and response are plain strings."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Rendered:
     """A sampled response as a run logged it; `prompt` is the text that the model saw."""
 
@@ -63,7 +64,7 @@ class Rendered:
     response_ids: Any = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Demonstration:
     token_ids: np.ndarray
     """int32 [tokens]"""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -35,6 +34,7 @@ from grpo_rl.data.rows import (
     shared_length,
     wrong,
 )
+from grpo_rl.frozen import frozen
 from grpo_rl.types import Batch, Rollout
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ PairTexts = tuple[Asked, str, str, float | None]
 """Prompt, chosen and rejected answer, margin."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Pair:
     """Tokens (int32), each answer with the end-of-sequence token."""
 
@@ -168,7 +168,7 @@ def _tokens(prompt_row: Asked, answers: Sequence[str], renderer: Renderer) -> tu
     ]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Labelled:
     """A prompt and an answer in tokens (int32), and whether it is desirable."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,13 +19,14 @@ from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.row_set import TrainingSet, batch_of_sequences
 from grpo_rl.data.rows import Asked, BadRow, Row, check_row, column, expect, finite, prompt_of, wrong
 from grpo_rl.errors import ConfigError
+from grpo_rl.frozen import frozen
 from grpo_rl.types import Batch
 
 RatedTexts = tuple[Asked, list[str], list[float | None]]
 """The prompt, its steps, and the label of each from 0 to 1."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RatedSteps:
     token_ids: np.ndarray
     """int32 [tokens]"""
