@@ -17,6 +17,8 @@ from grpo_rl.frozen import frozen
 LINEAR_COST = 24_576
 # Groups are cut further only while the slowest rank has this much more work than if all were even.
 UNEVEN = 1.03
+Parts = list[list[int]]
+"""Indices of sequences: for each rank, of each unit, or of each micro-batch."""
 
 
 @frozen
@@ -35,7 +37,7 @@ def split_over_ranks(
     units: Sequence[int] | None = None,
     mini_batches: Sequence[Sequence[int]] = (),
     prompts: Prompts | None = None,
-) -> list[list[int]]:
+) -> Parts:
     """The indices of the sequences for each rank, by the greedy longest-processing-time rule.
 
     Each of `mini_batches`, lists of indices, is even over the ranks by itself: the optimizer waits for the
@@ -43,7 +45,7 @@ def split_over_ranks(
     whole groups are assigned; they are cut in halves, quarters and so on while that gives the slowest rank
     less work, prompts that are computed twice included.
     """
-    chosen: list[list[int]] = [[] for _ in lengths]
+    chosen: Parts = [[] for _ in lengths]
     for number, indices in enumerate(mini_batches or [range(len(lengths))]):
         for index in indices:
             chosen[index].append(number)
@@ -69,9 +71,9 @@ def _assigned(
     chosen: Sequence[Sequence[int]],
     num_mini_batches: int,
     prompts: Prompts | None,
-) -> tuple[list[list[int]], int, float]:
+) -> tuple[Parts, int, float]:
     """Each rank's indices; work of the slowest rank, summed over the mini-batches, and of an even split."""
-    shards: list[list[int]] = [[] for _ in range(num_ranks)]
+    shards: Parts = [[] for _ in range(num_ranks)]
     if all(batches_of_sequence == chosen[0] for batches_of_sequence in chosen):
         # All work is one lot: the rank that gets a unit is the only one whose place in the queue changes.
         queue = [(0, 0, rank) for rank in range(num_ranks)]
@@ -110,7 +112,7 @@ def _cost(length: int) -> int:
     return LINEAR_COST * length + length**2
 
 
-def _pieces(group: Sequence[int], lengths: Sequence[int], parts: int) -> list[list[int]]:
+def _pieces(group: Sequence[int], lengths: Sequence[int], parts: int) -> Parts:
     in_order = sorted(group, key=lambda index: -lengths[index])
     return [in_order[part::parts] for part in range(min(parts, len(in_order)))]
 
@@ -123,7 +125,7 @@ def cut_shards(
     max_rollouts: int | None = None,
     units: Sequence[int] | None = None,
     prompts: Prompts | None = None,
-) -> list[list[list[int]]]:
+) -> list[Parts]:
     """Each rank's micro-batches of at most `max_tokens` tokens or `max_rollouts` rollouts; some may be empty.
 
     Units of similar length come together, so that attention pads little. With `prompts`, groups come together
@@ -161,7 +163,7 @@ def cut_shards(
     return [micro_batches + [[] for _ in range(passes - len(micro_batches))] for micro_batches in cut]
 
 
-def _longest_first(lengths: Sequence[int], units: Sequence[int] | None, shard: Sequence[int] | None = None) -> list[list[int]]:
+def _longest_first(lengths: Sequence[int], units: Sequence[int] | None, shard: Sequence[int] | None = None) -> Parts:
     """Of all sequences if `shard` is None."""
     indices = range(len(lengths)) if shard is None else shard
     if units is None:
@@ -178,7 +180,7 @@ def _tokens(unit: Sequence[int], lengths: Sequence[int], prompts: Prompts | None
     return sum(lengths[index] for index in unit) - spared
 
 
-def _even_cut(sizes: Sequence[int], spared: Sequence[int], limit: int) -> list[list[int]]:
+def _even_cut(sizes: Sequence[int], spared: Sequence[int], limit: int) -> Parts:
     """Consecutive runs, as few as a greedy cut gives, then evened out."""
     greedy = _greedy_cut(sizes, spared, limit)
     if len(greedy) < 2:
@@ -188,9 +190,9 @@ def _even_cut(sizes: Sequence[int], spared: Sequence[int], limit: int) -> list[l
     return even if len(even) == len(greedy) else greedy
 
 
-def _greedy_cut(sizes: Sequence[int], spared: Sequence[int], limit: int) -> list[list[int]]:
+def _greedy_cut(sizes: Sequence[int], spared: Sequence[int], limit: int) -> Parts:
     """Runs of positions; tokens are `spared` only behind the position before."""
-    runs: list[list[int]] = []
+    runs: Parts = []
     filled = limit + 1
     for position, size in enumerate(sizes):
         if filled + size - spared[position] > limit:

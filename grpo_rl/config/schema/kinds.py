@@ -31,14 +31,14 @@ def field(default: Any, *, part: str = "", needs: str | Sequence[str] = (), harm
 
 @frozen
 class Range:
-    """Bounds of a number, as `Annotated[float, Range(gt=0, le=1, reason=...)]`. NaN is never inside."""
+    """Bounds of a number: `Annotated[float, Range(0, 1, "it is a share")]` has both ends. NaN is never inside."""
 
     ge: float | None = None
-    gt: float | None = None
     le: float | None = None
+    reason: str = ""  # part of the refusal
+    gt: float | None = None
     lt: float | None = None
     zero: bool = False  # 0 is allowed below the lower bound
-    reason: str = ""  # part of the refusal
 
     def describe(self) -> str:
         """`>= 1 and < 2`."""
@@ -61,79 +61,69 @@ class Range:
 
 
 _A_COUNT = "counts of steps, rows and tries stay below 10^12"
-Count = Annotated[int, Range(ge=1, le=10**12, reason=_A_COUNT)]
-CountOrZero = Annotated[int, Range(ge=0, le=10**12, reason=_A_COUNT)]
-CountOrOff = Annotated[int, Range(ge=-1, le=10**12, reason=_A_COUNT)]
+Count = Annotated[int, Range(1, 10**12, _A_COUNT)]
+CountOrZero = Annotated[int, Range(0, 10**12, _A_COUNT)]
+CountOrOff = Annotated[int, Range(-1, 10**12, _A_COUNT)]
 
-Seed = Annotated[int, Range(ge=0, le=2**63 - 1, reason="torch, numpy and files hold a seed in 64 bits")]
-Prompts = Annotated[int, Range(ge=1, le=2**20, reason="all prompts of a step are held at once")]
-Responses = Annotated[int, Range(ge=1, le=2**16, reason="the responses to one prompt are held and compared together")]
-Rollouts = Annotated[int, Range(ge=1, le=2**20, reason="the rollouts of one pass are in memory together")]
-Turns = Annotated[int, Range(ge=1, le=10**5, reason="every turn is a request of its own, whose context holds all before it")]
-Staleness = Annotated[int, Range(ge=0, le=1024, reason="the prompts of one more batch are held and sampled ahead")]
-Updates = Annotated[int, Range(ge=1, le=1025, reason="weights that are sent more rarely are older than any bound on staleness")]
-TableRows = Annotated[int, Range(ge=0, le=10_000, reason="a table is for reading; the files in <run>/val have every response")]
-Pairs = Annotated[int, Range(ge=1, le=2**20, reason="they are held in memory, and written with every checkpoint")]
-Length = Annotated[int, Range(ge=1, le=2**24, reason="no model reads more than some 10^7 tokens in one sequence")]
-Tokens = Annotated[int, Range(ge=1, le=2**26, reason="the tokens of one pass are in one device's memory")]
-TopK = Annotated[int, Range(ge=-1, le=2**24, reason="no vocabulary has more tokens")]
-Devices = Annotated[int, Range(ge=1, le=1024, reason="no machine has more GPUs, or cores for as many processes")]
-Nodes = Annotated[int, Range(ge=1, le=2**16, reason="no cluster has more machines")]
-NodesOrNone = Annotated[int, Range(ge=0, le=2**16, reason="no cluster has more machines")]
-Cores = Annotated[int, Range(ge=1, le=2**16, reason="no cluster on one machine has more cores")]
-Processes = Annotated[int, Range(ge=1, le=4096, reason="each is a process of its own on every node")]
-ThreadsOrAuto = Annotated[int, Range(ge=0, le=4096, reason="no machine has more hardware threads")]
-Ranks = Annotated[int, Range(ge=0, le=2**20, reason="no worker group has more ranks")]
-Tflops = Annotated[float, Range(ge=1e-3, le=1e6, reason="a core of a CPU does more, and no device does as much")]
-Port = Annotated[int, Range(ge=1024, le=65_535, reason="TCP has no higher ports, and the lower ones are the system's")]
-Requests = Annotated[int, Range(ge=1, le=10**4, reason="each open request holds a connection")]
-AdapterRankOrOff = Annotated[int, Range(ge=0, le=2**14, reason="no adapter needs more than a layer's smaller side")]
-AdapterAlpha = Annotated[int, Range(ge=1, le=2**20, reason="alpha / rank scales the adapter, whose effect float32 has to hold")]
-Megabytes = Annotated[int, Range(ge=1, le=2**16, reason="a piece of weights is held twice in a device's memory")]
-Tries = Annotated[int, Range(ge=0, le=10**4, reason="the waits between tries double, so more would never be made")]
+Seed = Annotated[int, Range(0, 2**63 - 1, "torch, numpy and files hold a seed in 64 bits")]
+Prompts = Annotated[int, Range(1, 2**20, "all prompts of a step are held at once")]
+Responses = Annotated[int, Range(1, 2**16, "the responses to one prompt are held and compared together")]
+Rollouts = Annotated[int, Range(1, 2**20, "the rollouts of one pass are in memory together")]
+Turns = Annotated[int, Range(1, 10**5, "every turn is a request of its own, whose context holds all before it")]
+Staleness = Annotated[int, Range(0, 1024, "the prompts of one more batch are held and sampled ahead")]
+Updates = Annotated[int, Range(1, 1025, "weights that are sent more rarely are older than any bound on staleness")]
+TableRows = Annotated[int, Range(0, 10_000, "a table is for reading; the files in <run>/val have every response")]
+Pairs = Annotated[int, Range(1, 2**20, "they are held in memory, and written with every checkpoint")]
+Length = Annotated[int, Range(1, 2**24, "no model reads more than some 10^7 tokens in one sequence")]
+Tokens = Annotated[int, Range(1, 2**26, "the tokens of one pass are in one device's memory")]
+TopK = Annotated[int, Range(-1, 2**24, "no vocabulary has more tokens")]
+Devices = Annotated[int, Range(1, 1024, "no machine has more GPUs, or cores for as many processes")]
+Nodes = Annotated[int, Range(1, 2**16, "no cluster has more machines")]
+NodesOrNone = Annotated[int, Range(0, 2**16, "no cluster has more machines")]
+Cores = Annotated[int, Range(1, 2**16, "no cluster on one machine has more cores")]
+Processes = Annotated[int, Range(1, 4096, "each is a process of its own on every node")]
+ThreadsOrAuto = Annotated[int, Range(0, 4096, "no machine has more hardware threads")]
+Ranks = Annotated[int, Range(0, 2**20, "no worker group has more ranks")]
+Tflops = Annotated[float, Range(1e-3, 1e6, "a core of a CPU does more, and no device does as much")]
+Port = Annotated[int, Range(1024, 65_535, "TCP has no higher ports, and the lower ones are the system's")]
+Requests = Annotated[int, Range(1, 10**4, "each open request holds a connection")]
+AdapterRankOrOff = Annotated[int, Range(0, 2**14, "no adapter needs more than a layer's smaller side")]
+AdapterAlpha = Annotated[int, Range(1, 2**20, "alpha / rank scales the adapter, whose effect float32 has to hold")]
+Megabytes = Annotated[int, Range(1, 2**16, "a piece of weights is held twice in a device's memory")]
+Tries = Annotated[int, Range(0, 10**4, "the waits between tries double, so more would never be made")]
 
 _A_FACTOR = "beyond, float32 loses the smaller terms of the sum"
-Positive = Annotated[float, Range(ge=1e-12, le=1e12, reason=_A_FACTOR)]
-Factor = Annotated[float, Range(ge=-1e9, le=1e9, reason=_A_FACTOR)]
-Beta = Annotated[float, Range(ge=1e-6, le=1e4, reason="0 learns nothing, below it the worse answer is preferred")]
+Positive = Annotated[float, Range(1e-12, 1e12, _A_FACTOR)]
+Factor = Annotated[float, Range(-1e9, 1e9, _A_FACTOR)]
+Beta = Annotated[float, Range(1e-6, 1e4, "0 learns nothing, below it the worse answer is preferred")]
 WrongShare = Annotated[float, Range(ge=0, lt=0.5, reason="a share of wrong labels; at a half no answer is preferred")]
-Coefficient = Annotated[float, Range(ge=1e-12, le=1e6, zero=True, reason=_A_FACTOR)]
-Fraction = Annotated[float, Range(ge=0, le=1, reason="it is a share")]
+Coefficient = Annotated[float, Range(1e-12, 1e6, _A_FACTOR, zero=True)]
+Fraction = Annotated[float, Range(0, 1, "it is a share")]
 OpenFraction = Annotated[float, Range(gt=0, lt=1, reason="at 0 nothing is averaged, at 1 the average never moves")]
-LogSpread = Annotated[float, Range(ge=0, le=5, reason="of the logarithm: at 5 one response in six is 148 times its median")]
-MinorShare = Annotated[float, Range(ge=0, le=0.9, reason="it is a share of a batch whose rest must be new")]
-PositiveFraction = Annotated[float, Range(ge=1e-6, le=1, reason="it is a share, and a smaller one is 0 after rounding")]
-Ratio = Annotated[float, Range(ge=1e-9, le=1e9, reason="a probability ratio outside is float32's rounding; 1e9 never clips")]
-Taper = Annotated[float, Range(ge=0, le=1e9, reason="a weight is not negative; 1e9 cuts none")]
+LogSpread = Annotated[float, Range(0, 5, "of the logarithm: at 5 one response in six is 148 times its median")]
+MinorShare = Annotated[float, Range(0, 0.9, "it is a share of a batch whose rest must be new")]
+PositiveFraction = Annotated[float, Range(1e-6, 1, "it is a share, and a smaller one is 0 after rounding")]
+Ratio = Annotated[float, Range(1e-9, 1e9, "a probability ratio outside is float32's rounding; 1e9 never clips")]
+Taper = Annotated[float, Range(0, 1e9, "a weight is not negative; 1e9 cuts none")]
 RatioAboveOne = Annotated[float, Range(gt=1, le=1e9, reason="a bound of 1 or less would cut every token; 1e9 cuts none")]
-LearningRate = Annotated[float, Range(ge=1e-15, le=10, reason="AdamW moves each weight by about lr, so 10 destroys any model")]
+LearningRate = Annotated[float, Range(1e-15, 10, "AdamW moves each weight by about lr, so 10 destroys any model")]
 Decay = Annotated[float, Range(ge=0, lt=1, reason="it is the share of an average that is kept")]
-Epsilon = Annotated[float, Range(ge=1e-30, le=1, reason="float32 holds no smaller one, and a larger one replaces the gradient")]
-WeightDecay = Annotated[
-    float, Range(ge=1e-12, le=100, zero=True, reason="lr times it is the share of a weight taken off a step")
-]
-GradientNorm = Annotated[float, Range(ge=1e-9, le=1e12, reason="a smaller norm stops training; 1e12 never clips")]
-Nats = Annotated[float, Range(ge=1e-9, le=100, reason="the entropy over any vocabulary is below 20 nats")]
+Epsilon = Annotated[float, Range(1e-30, 1, "float32 holds no smaller one, and a larger one replaces the gradient")]
+WeightDecay = Annotated[float, Range(1e-12, 100, "lr times it is the share of a weight taken off a step", zero=True)]
+GradientNorm = Annotated[float, Range(1e-9, 1e12, "a smaller norm stops training; 1e12 never clips")]
+Nats = Annotated[float, Range(1e-9, 100, "the entropy over any vocabulary is below 20 nats")]
 # vLLM raises a temperature between 0 and 0.01 to 0.01 (vllm/sampling_params.py), unlike the trainer.
 _TEMPERATURE = "engines raise smaller temperatures to 0.01; above 100 all tokens are alike"
-Temperature = Annotated[float, Range(ge=0.01, le=100, reason=_TEMPERATURE)]
-TemperatureOrGreedy = Annotated[float, Range(ge=0.01, le=100, zero=True, reason=_TEMPERATURE)]
+Temperature = Annotated[float, Range(0.01, 100, _TEMPERATURE)]
+TemperatureOrGreedy = Annotated[float, Range(0.01, 100, _TEMPERATURE, zero=True)]
 MemoryShare = Annotated[float, Range(ge=0.01, lt=1, reason="an engine needs some of a device's memory, and never gets all")]
-StoreBytes = Annotated[
-    int, Range(ge=75 * 2**20, le=2**46, reason="Ray takes at least 75 MiB, and no machine has more than 64 TiB")
-]
-CacheBytes = Annotated[
-    int, Range(ge=2**20, le=2**43, reason="a cache below 1 MiB holds no block, and no device has more than 8 TiB")
-]
-Gib = Annotated[float, Range(ge=0.001, le=2**16, reason="below 1 MiB nothing fits, and no machine has more than 64 TiB")]
-ProcessGib = Annotated[float, Range(ge=0.05, le=2**16, reason="Python itself takes 0.05 GiB, and no machine has 64 TiB")]
-Seconds = Annotated[
-    float, Range(ge=0.001, le=366 * 86_400, reason="no process answers faster than 0.001 s; a year is no limit")
-]
-ProcessMegabytes = Annotated[int, Range(ge=32, le=2**24, reason="Python itself takes 32 MiB, and no machine has 16 TiB")]
-Operand = Annotated[
-    int, Range(ge=-(10**15), le=10**15, reason="parts of a reward are floats, which hold such integers exactly")
-]
+StoreBytes = Annotated[int, Range(75 * 2**20, 2**46, "Ray takes at least 75 MiB, and no machine has more than 64 TiB")]
+CacheBytes = Annotated[int, Range(2**20, 2**43, "a cache below 1 MiB holds no block, and no device has more than 8 TiB")]
+Gib = Annotated[float, Range(0.001, 2**16, "below 1 MiB nothing fits, and no machine has more than 64 TiB")]
+ProcessGib = Annotated[float, Range(0.05, 2**16, "Python itself takes 0.05 GiB, and no machine has 64 TiB")]
+Seconds = Annotated[float, Range(0.001, 366 * 86_400, "no process answers faster than 0.001 s; a year is no limit")]
+ProcessMegabytes = Annotated[int, Range(32, 2**24, "Python itself takes 32 MiB, and no machine has 16 TiB")]
+Operand = Annotated[int, Range(-(10**15), 10**15, "parts of a reward are floats, which hold such integers exactly")]
 AnySeed = Annotated[int, Range(reason="no bounds: Python's generator takes any whole number as its seed")]
 
 Dtype = Literal["auto", "bfloat16", "float32"]

@@ -7,10 +7,10 @@ import operator
 import random
 import re
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from grpo_rl.config.schema.kinds import AnySeed, Count, Fraction
-from grpo_rl.data.tasks.made_rows import LazyRows, Row, refuse, row_of, split_of_text
+from grpo_rl.data.tasks.made_rows import LazyRows, Row, Split, refuse, row_of, split_of_text
 from grpo_rl.errors import ConfigError
 
 TRIES_FOR_A_NEW_PROBLEM = 64
@@ -47,7 +47,7 @@ def arithmetic(
     carrying: Fraction = 0.0,
     forgotten_carries: Fraction = 0.0,
     calculator_calls: Fraction = 0.0,
-    split: Literal["train", "val"] = "train",
+    split: Split = "train",
     seed: AnySeed = 0,
 ) -> list[Row]:
     """Rows in verl's format, each with one problem; the two splits share no problem.
@@ -113,7 +113,7 @@ def without_carries(problem: Problem) -> int:
     return answer + (first + sign * right) * place
 
 
-def split_of(problem: Problem) -> Literal["train", "val"]:
+def split_of(problem: Problem) -> Split:
     """8+47 goes with 47+8."""
     first, operation, right = problem
     if operation in "+*":
@@ -160,7 +160,7 @@ def rated_sums(
     digits: Count = 3,
     errors: Fraction = 0.6,
     forgotten_carries: Fraction = 0.0,
-    split: Literal["train", "val"] = "train",
+    split: Split = "train",
     seed: AnySeed = 0,
 ) -> LazyRows:
     """Rows of a sum, its `completions` (one column each, from the right, then the result) and their `labels`.

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import Literal
 
 from grpo_rl.config.schema.kinds import AnySeed, Count
-from grpo_rl.data.tasks.made_rows import LazyRows, Row, refuse, row_of
+from grpo_rl.data.tasks.made_rows import LazyRows, Row, Split, refuse, row_of
 from grpo_rl.run_files import read_yaml
 
-Split = Literal["train", "val"]
 Constraint = tuple[str, int | str]
 
 _WORDS = read_yaml(Path(__file__).with_suffix(".yaml"))

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from grpo_rl.config.schema.kinds import AnySeed, Count
-from grpo_rl.data.tasks.made_rows import LazyRows, Row, row_of
+from grpo_rl.data.tasks.made_rows import LazyRows, Row, Split, row_of
 from grpo_rl.run_files import read_yaml
 
-Split = Literal["train", "val"]
 Level = Literal["easy", "hard"]
 
 _WORDS = read_yaml(Path(__file__).with_suffix(".yaml"))

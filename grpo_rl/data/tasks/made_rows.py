@@ -10,6 +10,7 @@ from grpo_rl.data.rows import Row
 from grpo_rl.errors import ConfigError
 from grpo_rl.registry import out_of_bounds
 
+Split = Literal["train", "val"]
 VALIDATION_SHARE = 5
 
 
@@ -52,7 +53,7 @@ def refuse(name: str, *rules: tuple[bool, str]) -> None:
         raise ConfigError(problems)
 
 
-def split_of_text(text: str) -> Literal["train", "val"]:
+def split_of_text(text: str) -> Split:
     """`text` distinguishes a problem from others."""
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
     return "val" if int.from_bytes(digest[:8], "big") % VALIDATION_SHARE == 0 else "train"
