@@ -5,12 +5,15 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 LIBRARIES = (os.path.join(os.path.dirname(__file__), ""), os.path.join(os.path.dirname(os.__file__), ""), "<")
 """Beginnings of the paths of code that is no user's; "<" is code without a file."""
 
 SETUP = "bash scripts/setup.sh makes one with all that is needed, .venv: start with .venv/bin/python"
+
+Problems = Iterator[str]
+"""What is wrong with a configuration, a line each: key, value, rule and remedy."""
 
 EXIT_CODES = {
     0: ("done", "nothing"),

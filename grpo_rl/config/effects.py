@@ -8,7 +8,7 @@ that were set are refused, harmless ones noted: verl's commands give sizes to pa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 
 from grpo_rl.config import derived
@@ -17,6 +17,7 @@ from grpo_rl.config.derived import REWARD_MODEL, Machine
 from grpo_rl.config.function_options import WITHOUT_DUAL_CLIP
 from grpo_rl.config.schema.fields import Leaf, leaves, replaced, value_of
 from grpo_rl.config.schema.tree import Config
+from grpo_rl.errors import Problems
 
 A, R, REF, M = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref", "model"))
 SCORER, JUDGE, RAY = "reward.reward_model", "reward.judge", "ray_kwargs.ray_init"
@@ -30,7 +31,7 @@ ESTIMATES = (*_BY_TOKEN, *(f"{name}+" for name in _BY_TOKEN), "k3_unbiased")
 """Distances to a teacher by the sampled token: the names of KL estimators."""
 
 
-def problems(config: Config, machine: Machine) -> Iterator[str]:
+def problems(config: Config, machine: Machine) -> Problems:
     """Yield a line for each unread key that was set and may have been meant to change what is learned."""
     for key, reason in _unread(config, machine).items():
         if not (leaf := leaves()[key]).harmless:
@@ -38,7 +39,7 @@ def problems(config: Config, machine: Machine) -> Iterator[str]:
             yield f"{key}={show(value_of(config, key))}: has no effect in this run: {reason}; {remedy}"
 
 
-def notes(config: Config, machine: Machine, *, reference: str, old_logprobs: bool) -> Iterator[str]:
+def notes(config: Config, machine: Machine, *, reference: str, old_logprobs: bool) -> Problems:
     """Yield a line for each harmless unread key that was set. `reference`: who computes its log-probs (its
     own ranks, the actor, nobody); `old_logprobs`: the actor makes a pass for them."""
     of_plan = [

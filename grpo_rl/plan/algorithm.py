@@ -33,7 +33,7 @@ from grpo_rl.config.function_options import (
 from grpo_rl.config.schema.fields import value_of
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.draw_order import CURRICULA
-from grpo_rl.errors import ConfigError
+from grpo_rl.errors import ConfigError, Problems
 from grpo_rl.models import builtin
 from grpo_rl.models.load import load_tokenizer
 from grpo_rl.registry import check_options, needs_of, options_of
@@ -155,7 +155,7 @@ def _problems_of(key: str) -> Iterator[None]:
         raise ConfigError([f"{key}{problem}" for problem in error.problems]) from error
 
 
-def _idle_keys(config: Config, choice: Choice, function: Any) -> Iterator[str]:
+def _idle_keys(config: Config, choice: Choice, function: Any) -> Problems:
     """Yield fixed keys whose option the function lacks, and options that are set twice."""
     section, settings = value_of(config, choice.section), value_of(config, f"{choice.section}.{choice.options_key}")
     name, options = choice.name(config), options_of(function)
@@ -175,7 +175,7 @@ def _idle_keys(config: Config, choice: Choice, function: Any) -> Iterator[str]:
                 yield f"{choice.section}.{choice.options_key}: {option} is set by {choice.section}.{key}; give one of them"
 
 
-def _fits(config: Config, choice: Choice, function: Any) -> Iterator[str]:
+def _fits(config: Config, choice: Choice, function: Any) -> Problems:
     """Yield settings beyond its options that do not go with a function."""
     needs, name = needs_of(function), choice.name(config)
     chosen = f"{choice.section}.{choice.key}={name}"
@@ -208,7 +208,7 @@ def _fits(config: Config, choice: Choice, function: Any) -> Iterator[str]:
         yield from (line for line in unread if not line.startswith("critic.enable=false"))
 
 
-def _pairs(config: Config, chosen: str) -> Iterator[str]:
+def _pairs(config: Config, chosen: str) -> Problems:
     """Yield what does not go with a loss over pairs."""
     average = AVERAGE.name(config)
     if ":" not in average and average not in PAIR_AVERAGES:
@@ -258,7 +258,7 @@ def _has_ratio(config: Config) -> bool:
     return trial.has_ratio(POLICY_LOSSES.get(actor.policy_loss.loss_mode), _options(config, LOSS))
 
 
-def _of_estimator(config: Config) -> Iterator[str]:
+def _of_estimator(config: Config) -> Problems:
     algorithm, name = config.algorithm, config.algorithm.adv_estimator
     try:
         needed = needs_of(ADVANTAGES.get(name))
@@ -300,7 +300,7 @@ def _of_estimator(config: Config) -> Iterator[str]:
         )
 
 
-def _of_teachers(config: Config) -> Iterator[str]:
+def _of_teachers(config: Config) -> Problems:
     teachers, taught = derived.teachers_of(config), Distillation.from_config(config.distillation)
     assert taught is not None
     key, loss, rows = "distillation.teacher_models", f"{LOSS.key}={LOSS.name(config)}", derived.is_offline(config)
@@ -344,7 +344,7 @@ def first_other_token(config: Config, path: str) -> str | None:
     )
 
 
-def _of_correction(config: Config) -> Iterator[str]:
+def _of_correction(config: Config) -> Problems:
     correction = RolloutCorrection.from_config(config.algorithm.rollout_correction)
     actor = config.actor_rollout_ref.actor
     is_stale = derived.oldest_sampler(config) > 0 and not derived.trains_pairs(config)

@@ -7,14 +7,13 @@ import ctypes
 import difflib
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from grpo_rl.config import derived
 from grpo_rl.config.derived import Machine
 from grpo_rl.config.schema.tree import Config
-from grpo_rl.errors import ConfigError
+from grpo_rl.errors import ConfigError, Problems
 from grpo_rl.frozen import frozen
 
 _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
@@ -64,7 +63,7 @@ def _may_have_gpu() -> bool:
     return True
 
 
-def problems(config: Config, machine: Machine) -> Iterator[str]:
+def problems(config: Config, machine: Machine) -> Problems:
     """Yield what asks for more than the machine has; the nodes of a cluster cannot be counted from here."""
     trainer, rollout, scorer = config.trainer, config.actor_rollout_ref.rollout, config.reward.reward_model
     if trainer.machine is not None:
@@ -213,7 +212,7 @@ def named(name: str) -> NamedMachine:
     return NamedMachine(f"{nodes}x{gpus}x{device}" if match["nodes"] else f"{gpus}x{device}", nodes, gpus, DEVICES[device])
 
 
-def _too_much_for_named(config: Config, machine: Machine) -> Iterator[str]:
+def _too_much_for_named(config: Config, machine: Machine) -> Problems:
     """Yield what `trainer.machine` cannot do, and any run that is more than a plan for it."""
     trainer, planned = config.trainer, named(config.trainer.machine or "")
     if not trainer.dry_run:

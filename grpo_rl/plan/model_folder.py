@@ -8,7 +8,6 @@ import math
 import os
 import re
 import struct
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from grpo_rl.config.convert import show
 from grpo_rl.config.derived import Machine, critic_has_own_model, longest_sequence, samples_answers, teachers_of
 from grpo_rl.config.schema.fields import replaced
 from grpo_rl.config.schema.tree import Config
-from grpo_rl.errors import ConfigError
+from grpo_rl.errors import ConfigError, Problems
 from grpo_rl.frozen import frozen
 from grpo_rl.models.builtin import PREFIX, get_builtin
 from grpo_rl.models.experts import FAMILIES
@@ -197,7 +196,7 @@ def _is_plain(settings: Settings) -> bool:
     return is_causal and family.isidentifier() and (Path(transformers.origin).parent / "models" / family).is_dir()
 
 
-def _broken_files(folder: Path, key: str = _PATH) -> Iterator[str]:
+def _broken_files(folder: Path, key: str = _PATH) -> Problems:
     """Yield cut or invalid weight files, an adapter beside them, and broken tokenizer settings."""
     if (folder / "adapter_config.json").is_file():
         # transformers would add it if one process reads the model, and not if ranks read shards.
@@ -242,7 +241,7 @@ def with_shared_prompts(config: Config, settings: Settings | None) -> Config:
     return replaced(config, {f"{_ACTOR}.use_prefix_grouper": not _dropouts(settings or {})})
 
 
-def _engine_refuses(config: Config, machine: Machine, settings: Settings) -> Iterator[str]:
+def _engine_refuses(config: Config, machine: Machine, settings: Settings) -> Problems:
     """Yield what vLLM would refuse after a start of most of a minute."""
     rollout = config.actor_rollout_ref.rollout
     if not samples_answers(config):
@@ -390,7 +389,7 @@ _OWN_POSITIONS = ("gpt2", "gptj", "opt", "bloom", "mpt", "codegen", "gpt_bigcode
 """Layers not in a list `layers`, or positions as a bias of attention (ALiBi)."""
 
 
-def _training_refuses(config: Config, settings: Settings) -> Iterator[str]:
+def _training_refuses(config: Config, settings: Settings) -> Problems:
     """Yield what keeps a policy with this config.json from being trained as configured."""
     parts = config.actor_rollout_ref
     actor, path, text = parts.actor, f"{_PATH}={parts.model.path}", settings.get("text_config") or settings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 from grpo_rl.config import derived, effects
 from grpo_rl.config.checks import engine_arguments, inputs
@@ -11,6 +11,7 @@ from grpo_rl.config.convert import show
 from grpo_rl.config.derived import ITERATE, OFFLINE, Machine, settled
 from grpo_rl.config.schema.fields import leaves, nearest, value_of
 from grpo_rl.config.schema.tree import Config
+from grpo_rl.errors import Problems
 
 _A, _R, _M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _REF, _NEAR = "actor_rollout_ref.ref", 100_000
@@ -26,14 +27,14 @@ def check(config: Config, machine: Machine) -> list[str]:
     return list(dict.fromkeys(problems))
 
 
-def _without_machine(config: Config, run: Config) -> Iterator[str]:
+def _without_machine(config: Config, run: Config) -> Problems:
     for rules in (inputs.problems, _batches, _passes, _lengths, _rewards, engine_arguments.problems):
         yield from rules(run)
     for rules in (_options, _training, _sampling, _episodes, _schedule):
         yield from rules(config)
 
 
-def between_sound_keys(config: Config, problems: Iterable[str]) -> Iterator[str]:
+def between_sound_keys(config: Config, problems: Iterable[str]) -> Problems:
     """Yield problems between the keys that `problems` do not name. Lines that name such a key, or one that a
     misspelt key may have meant, may follow from its default alone, and are left out."""
     doubtful: set[str] = set()
@@ -51,10 +52,10 @@ def between_sound_keys(config: Config, problems: Iterable[str]) -> Iterator[str]
 # ---- settings that contradict each other, or that the schedule cannot do ------------------------------------------
 
 
-def _options(config: Config) -> Iterator[str]:
+def _options(config: Config) -> Problems:
     """Yield options that Hydra's `instantiate` would read, at any depth: here nothing is made by a name."""
 
-    def names(value: object, key: str) -> Iterator[str]:
+    def names(value: object, key: str) -> Problems:
         if isinstance(value, Mapping):
             for name, entry in value.items():
                 if re.fullmatch(r"_\w+_", str(name)):
@@ -70,7 +71,7 @@ def _options(config: Config) -> Iterator[str]:
                 yield f"{key}: no function has such an option, and nothing is made by its name here; leave it out"
 
 
-def _training(config: Config) -> Iterator[str]:
+def _training(config: Config) -> Problems:
     algorithm, actor, model = config.algorithm, config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     if algorithm.use_kl_in_reward and actor.use_kl_loss:
         yield (
@@ -93,7 +94,7 @@ def _training(config: Config) -> Iterator[str]:
         )
 
 
-def _sampling(config: Config) -> Iterator[str]:
+def _sampling(config: Config) -> Problems:
     rollout, trainer, values = config.actor_rollout_ref.rollout, config.trainer, config.actor_rollout_ref.rollout.val_kwargs
     validates = bool(config.data.val_files or config.data.val_prompt_files)
     for key, top_k in ((_R, rollout.top_k), (f"{_R}.val_kwargs", values.top_k if validates else -1)):
@@ -118,7 +119,7 @@ def _sampling(config: Config) -> Iterator[str]:
         )
 
 
-def _rewards(config: Config) -> Iterator[str]:
+def _rewards(config: Config) -> Problems:
     scorer, estimator = config.reward.reward_model, config.algorithm.adv_estimator
     separator, key = scorer.step_separator, f"{_SCORER}.step_separator"
     if derived.trains_only_reward_model(config):
@@ -138,7 +139,7 @@ def _rewards(config: Config) -> Iterator[str]:
         yield f"{_SCORER}.nnodes=0: {_SCORER}.enable_resource_pool=true needs the number of its nodes; 1, or more"
 
 
-def _episodes(config: Config) -> Iterator[str]:
+def _episodes(config: Config) -> Problems:
     turns = config.actor_rollout_ref.rollout.multi_turn
     if not turns.enable:
         return
@@ -155,7 +156,7 @@ def _episodes(config: Config) -> Iterator[str]:
         yield f"{_TURNS}.enable=true: with {_R}.ignore_eos=true no turn would ever end; leave that out"
 
 
-def _schedule(config: Config) -> Iterator[str]:
+def _schedule(config: Config) -> Problems:
     loss, schedule, data, n = (
         config.actor_rollout_ref.actor.policy_loss.loss_mode,
         config.trainer.schedule,
@@ -192,7 +193,7 @@ def _schedule(config: Config) -> Iterator[str]:
             yield f"{key}: makes a batch at a time, and trainer.schedule={schedule} asks for single responses; trainer.schedule=sync"
 
 
-def _old_samples(config: Config) -> Iterator[str]:
+def _old_samples(config: Config) -> Problems:
     correction, replay = config.algorithm.rollout_correction, f"algorithm.replay.max_age={config.algorithm.replay.max_age}"
     is_corrected = correction.rollout_is or correction.rollout_rs
     if derived.oldest_sampler(config) and correction.bypass_mode is False and not is_corrected:
@@ -214,7 +215,7 @@ def _old_samples(config: Config) -> Iterator[str]:
         yield f"{replay}: does not go with {obstacle}; leave it out"
 
 
-def _overlapping(config: Config) -> Iterator[str]:
+def _overlapping(config: Config) -> Problems:
     key, asynchronous = f"trainer.schedule={config.trainer.schedule}", config.trainer.asynchronous
     if derived.is_colocated(config) and not config.trainer.val_only:
         yield (
@@ -228,7 +229,7 @@ def _overlapping(config: Config) -> Iterator[str]:
         )
 
 
-def _iterated(config: Config) -> Iterator[str]:
+def _iterated(config: Config) -> Problems:
     """The reward of iterated training is the model's score; rules give the labels."""
     key, reward, scorer = f"trainer.schedule={ITERATE}", config.reward, config.reward.reward_model
     if not scorer.enable:
@@ -256,7 +257,7 @@ def _iterated(config: Config) -> Iterator[str]:
 # ---- sizes that must fit each other, and the machine ---------------------------------------------------------------
 
 
-def _batches(config: Config) -> Iterator[str]:
+def _batches(config: Config) -> Problems:
     batch = config.data.train_batch_size
     for key in (f"{_A}.ppo_mini_batch_size", "critic.ppo_mini_batch_size"):
         mini = value_of(config, key)
@@ -279,7 +280,7 @@ def _divisors(number: int) -> str:
     return ", ".join(str(size) for size in range(1, min(number, _NEAR) + 1) if number % size == 0)
 
 
-def _passes(config: Config) -> Iterator[str]:
+def _passes(config: Config) -> Problems:
     for prefix, of in ((f"{_A}.", "ppo_"), ("critic.", "ppo_"), (f"{_REF}.log_prob_", ""), (f"{_R}.log_prob_", "")):
         key, sizes = f"{prefix}use_dynamic_bsz", f"{prefix}{of}micro_batch_size_per_gpu"
         is_told = value_of(config, sizes) or config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
@@ -287,7 +288,7 @@ def _passes(config: Config) -> Iterator[str]:
             yield f"{key}=false: needs {sizes}, the rollouts per forward pass"
 
 
-def _lengths(config: Config) -> Iterator[str]:
+def _lengths(config: Config) -> Problems:
     sampled = config.data.max_prompt_length + config.data.max_response_length
     trained, parts, critic = derived.longest_sequence(config), config.actor_rollout_ref, config.critic
     rollout, sequence_ranks = parts.rollout, parts.actor.ulysses_sequence_parallel_size
@@ -324,7 +325,7 @@ def _lengths(config: Config) -> Iterator[str]:
         )
 
 
-def _gpus(config: Config, machine: Machine) -> Iterator[str]:
+def _gpus(config: Config, machine: Machine) -> Problems:
     trainer, scorer = config.trainer, config.reward.reward_model
     pools = {"trainer": machine.devices(config, "actor")}
     if not derived.is_colocated(config):
@@ -340,7 +341,7 @@ def _gpus(config: Config, machine: Machine) -> Iterator[str]:
         )
 
 
-def _engines(config: Config, machine: Machine) -> Iterator[str]:
+def _engines(config: Config, machine: Machine) -> Problems:
     rollout, colocated = config.actor_rollout_ref.rollout, derived.is_colocated(config)
     (nodes, per_node), parallel = machine.devices(config, "rollout"), rollout.tensor_model_parallel_size
     spans = derived.nodes_per_engine(config, machine)
@@ -377,7 +378,7 @@ def _engines(config: Config, machine: Machine) -> Iterator[str]:
         yield f"{_R}.max_replicas={highest}: {why} cannot become more than {room}; {_R}.nnodes gives engines their own"
 
 
-def _ranks(config: Config, ranks: int) -> Iterator[str]:
+def _ranks(config: Config, ranks: int) -> Problems:
     parts = config.actor_rollout_ref
     keys = [f"{role}.ulysses_sequence_parallel_size" for role in (_A, _REF, "critic")]
     # As in verl, a group larger than all ranks is all ranks.
@@ -402,7 +403,7 @@ def _ranks(config: Config, ranks: int) -> Iterator[str]:
             yield f"{key}.ranks={profiler.ranks}: there are {ranks} ranks, from 0 to {ranks - 1}"
 
 
-def _machine(config: Config, machine: Machine) -> Iterator[str]:
+def _machine(config: Config, machine: Machine) -> Problems:
     if machine.device == "cuda":
         if not machine.cluster and not machine.num_gpus:
             yield "trainer.device=cuda: torch finds no GPU on this machine; trainer.device=auto runs on the CPU where there is none"

@@ -4,12 +4,12 @@ are refused until somebody has looked at them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from grpo_rl.config.convert import show
 from grpo_rl.config.schema.tree import Config
-from grpo_rl.errors import did_you_mean
+from grpo_rl.errors import Problems, did_you_mean
 
 _KEY = "actor_rollout_ref.rollout.engine_kwargs"
 _R, _M = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -60,7 +60,7 @@ HF_ALLOWED: dict[str, tuple[str, ...]] = {
 }
 
 
-def problems(config: Config) -> Iterator[str]:
+def problems(config: Config) -> Problems:
     """Yield a line for each argument of the chosen engine that may not pass."""
     rollout = config.actor_rollout_ref.rollout
     arguments = rollout.engine_kwargs.get(rollout.name)

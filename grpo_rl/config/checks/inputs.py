@@ -7,13 +7,13 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from grpo_rl.config import derived
 from grpo_rl.config.convert import show
 from grpo_rl.config.schema.tree import Config
+from grpo_rl.errors import Problems
 
 _MODEL, _SCORER, _JUDGE = "actor_rollout_ref.model", "reward.reward_model", "reward.judge"
 INSTALL = {
@@ -28,7 +28,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 OWN_CODE, SCORER_CODE = f"{_MODEL}.trust_remote_code", f"{_SCORER}.trust_remote_code"
 
 
-def problems(config: Config) -> Iterator[str]:
+def problems(config: Config) -> Problems:
     yield from _data(config)
     yield from _models(config)
     yield from _rewards(config)
@@ -36,7 +36,7 @@ def problems(config: Config) -> Iterator[str]:
     yield from _run(config)
 
 
-def _data(config: Config) -> Iterator[str]:
+def _data(config: Config) -> Problems:
     data, custom = config.data, config.data.custom_cls
     if not data.train_files and not config.trainer.val_only:
         yield (
@@ -78,7 +78,7 @@ def _data_file(file: str, *, elsewhere: bool) -> str | None:
     return f"there is no file {path.absolute()}{hint}"
 
 
-def _models(config: Config) -> Iterator[str]:
+def _models(config: Config) -> Problems:
     model, scorer = config.actor_rollout_ref.model, config.reward.reward_model
     scorer_only, own_tokenizer = (
         derived.trains_only_reward_model(config),
@@ -113,7 +113,7 @@ def _model_folder(
     tokenizer: str | None = "",
     *,
     builtin: bool = True,
-) -> Iterator[str]:
+) -> Problems:
     """Yield why a folder holds no usable model, or brings code that `switch` does not allow, as far as no hub
     is asked. `tokenizer` is its folder, None for the model's, empty if none is needed. Of a run elsewhere
     only config.json is read."""
@@ -172,7 +172,7 @@ def brings_code(file: Path) -> bool:
     return isinstance(content, dict) and "auto_map" in content
 
 
-def _rewards(config: Config) -> Iterator[str]:
+def _rewards(config: Config) -> Problems:
     reward = config.reward
     scores = derived.samples_answers(config) or derived.collects(config)
     by_model = reward.reward_model.enable or derived.has_judge(config) or derived.plays_episodes(config)
@@ -191,7 +191,7 @@ def _rewards(config: Config) -> Iterator[str]:
         yield "reward.on_failure=value: gives every failed reward reward.failure_value, which is not set; give it, e.g. 0"
 
 
-def _judge(config: Config) -> Iterator[str]:
+def _judge(config: Config) -> Problems:
     """Check the address; `rewards/models/judge.py` reads the rest for the plan."""
     judge = config.reward.judge
     if judge.base_url is None:
@@ -206,7 +206,7 @@ def _judge(config: Config) -> Iterator[str]:
         yield f"{_JUDGE}.model is not set: the name of the model at {_JUDGE}.base_url"
 
 
-def _run(config: Config) -> Iterator[str]:
+def _run(config: Config) -> Problems:
     trainer, names = config.trainer, config.trainer.logger
     for name in ("project_name", "experiment_name"):
         value = getattr(trainer, name)

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from grpo_rl.config.schema.kinds import *
 
@@ -84,7 +84,7 @@ class AlgorithmConfig:
     """Discount of rewards from token to token, or step to step; null: the estimator's default, 1 for ours."""
     lam: Fraction | None = field(None, part="rewards")
     """Decay of GAE; null: the estimator's default, 1."""
-    adv_options: dict[str, Any] = field(dict, part="rewards")
+    adv_options: Options = field(dict, part="rewards")
     """Further options of the estimator, e.g. {std: batch}; docs/algorithms.md has defaults."""
     reward_parts: list[str] = field(list, part="rewards")
     """Parts of the reward for adv_estimator=gdpo, as named by reward functions; empty: each one's score."""
@@ -92,7 +92,7 @@ class AlgorithmConfig:
     """Subtract the KL to the reference from the reward, instead of use_kl_loss."""
     kl_penalty: str = field("kl", part="rewards", needs="use_kl_in_reward=true")
     """Estimator of the penalty: kl or k1, abs, mse or k2, low_var_kl or k3, or your own file.py:function."""
-    kl_penalty_options: dict[str, Any] = field(dict, part="rewards", needs="use_kl_in_reward=true")
+    kl_penalty_options: Options = field(dict, part="rewards", needs="use_kl_in_reward=true")
     """Options of your own estimator."""
     kl_ctrl: KlControlConfig = field(KlControlConfig, part="rewards")
     rollout_correction: RolloutCorrectionConfig = field(RolloutCorrectionConfig, part="advantages")
@@ -129,7 +129,7 @@ class DistillationLossConfig:
 class DistillationConfig:
     enabled: bool = False
     """Learn from teachers: frozen models, or the policy itself with another prompt (docs/teachers.md)."""
-    teacher_models: dict[str, Any] = field(dict)
+    teacher_models: Options = field(dict)
     """Teachers by name, each with model_path (null: the policy itself), key (the data_source that it teaches;
     null: any), weight (share of the prompts among teachers of a key), context (text that only it reads),
     dtype, and ema_decay (of the policy itself: teach with a moving average of its weights)."""

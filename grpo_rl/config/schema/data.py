@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from grpo_rl.config.schema.kinds import *
 
@@ -120,5 +120,5 @@ class DataConfig:
     """Use only the first validation rows; -1: all."""
     control_tokens_in_text: bool = False
     """Read control tokens in the text of rows, such as <|im_end|>; false: as plain text, and count them."""
-    apply_chat_template_kwargs: dict[str, Any] = field(dict)
+    apply_chat_template_kwargs: Options = field(dict)
     """For the tokenizer's apply_chat_template, e.g. {enable_thinking: false}."""

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from grpo_rl.frozen import frozen
 
+Options = dict[str, Any]
 ON_GPUS, ON_CPUS = "trainer.device=cuda | it is for GPUs", "trainer.device=cpu | it is for CPUs"
 
 

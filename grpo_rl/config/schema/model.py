@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from grpo_rl.config.schema.kinds import *
 
@@ -23,7 +23,7 @@ class ModelConfig:
     """Folder of the tokenizer, if not the model's."""
     trust_remote_code: bool = False
     """Run Python code that lies in the model folder."""
-    override_config: dict[str, Any] = field(dict)
+    override_config: Options = field(dict)
     """Changes to the model's Hugging Face config, e.g. {attention_dropout: 0.1}."""
     enable_gradient_checkpointing: bool | None = None
     """Recompute activations in the backward pass: less memory, about 30 % more work. null: false if the plan
@@ -121,7 +121,7 @@ class ProfilerConfig:
 class PolicyLossConfig:
     loss_mode: str = "vanilla"
     """Registered policy loss, or your own file.py:function; docs/algorithms.md."""
-    options: dict[str, Any] = field(dict)
+    options: Options = field(dict)
     """Options of the loss, e.g. {tau_pos: 2.0}; docs/algorithms.md."""
 
 
@@ -187,7 +187,7 @@ class ActorConfig:
     policy_loss: PolicyLossConfig = field(PolicyLossConfig)
     loss_agg_mode: str = "token-mean"
     """How token losses become one number; denominators are those of the whole mini-batch."""
-    loss_agg_options: dict[str, Any] = field(dict)
+    loss_agg_options: Options = field(dict)
     """Options of your own average."""
     loss_scale_factor: Positive | None = None
     """seq-mean-token-sum-norm: its divisor; null: data.max_response_length."""
@@ -201,7 +201,7 @@ class ActorConfig:
     kl_loss_type: str = field("low_var_kl", part="kl_loss", needs=["use_kl_loss=true", "kl_loss_coef above 0"])
     """Estimator (kl or k1, abs, mse or k2, low_var_kl or k3), or your own file.py:function. With a + it has
     the KL's gradient, k3_unbiased off-policy too; `full` is the exact sum over the vocabulary."""
-    kl_loss_options: dict[str, Any] = field(dict, part="kl_loss", needs=["use_kl_loss=true", "kl_loss_coef above 0"])
+    kl_loss_options: Options = field(dict, part="kl_loss", needs=["use_kl_loss=true", "kl_loss_coef above 0"])
     """Options of your own estimator."""
     router_aux_loss_coef: Coefficient = 0.0
     """Models with experts: weight of the loss for even use of experts, over the mini-batch's trained tokens
@@ -266,7 +266,7 @@ TruncationRule = Literal["keep", "drop", "mask", "punish"]
 class EnvironmentConfig:
     name: str | None = None
     """Registered environment, or your own file.py:Class; null: tools alone (docs/agents.md)."""
-    options: dict[str, Any] = field(dict, needs="name")
+    options: Options = field(dict, needs="name")
     """Options of its constructor."""
     reward_weight: Factor = 1.0
     """Factor of the episode's own reward (by environment and tools) in the reward."""
@@ -307,7 +307,7 @@ class MultiTurnConfig:
     """YAML file of tools in verl's form: `tools:`, a list of class_name, config, tool_schema."""
     interaction_config_path: str | None = None
     """Instead of environment.name: YAML file in verl's form, `interaction:`, a list of name, class_name, config."""
-    tools: dict[str, Any] = field(dict)
+    tools: Options = field(dict)
     """Tools by registered name or file.py:Class, with options: {calculator: {}}."""
     format: str = field("hermes", needs="tools or tool_config_path")
     """Form of tool calls: hermes (Qwen too), llama3_json, or your own parser file.py:function."""
@@ -422,7 +422,7 @@ class RolloutConfig:
     checkpoint_engine: WeightSyncConfig = field(WeightSyncConfig, harmless=True)
     hf: HfEngineConfig = field(HfEngineConfig, needs="name=hf")
     multi_turn: MultiTurnConfig = field(MultiTurnConfig, needs="multi_turn.enable=true")
-    engine_kwargs: dict[str, Any] = field(dict, harmless=True)
+    engine_kwargs: Options = field(dict, harmless=True)
     """Settings of speed and memory for the engine's constructor: {vllm: {block_size: 32}}; others are refused."""
 
 

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from grpo_rl.config.schema.kinds import *
 from grpo_rl.config.schema.model import HeadOptimConfig
@@ -18,7 +18,7 @@ class CustomRewardConfig:
     """A file with your own reward function; short for reward.functions=[path:name]."""
     name: str = field("compute_score", needs="path")
     """Its function: (data_source, solution_str, ground_truth, extra_info) -> float or {score: float, ...}."""
-    reward_kwargs: dict[str, Any] = field(dict, needs="path")
+    reward_kwargs: Options = field(dict, needs="path")
     """Further keyword arguments for the function."""
 
 
@@ -114,7 +114,7 @@ class JudgeConfig:
     """Longest answer of the judge, in tokens."""
     temperature: TemperatureOrGreedy = 0.0
     """Sampling temperature of the judge's answers; 0 is greedy."""
-    extra_body: dict[str, Any] = field(dict)
+    extra_body: Options = field(dict)
     """Further fields of each request, e.g. {response_format: {type: json_object}}."""
     max_concurrency: Requests = 16
     """Requests at the same time."""
@@ -143,7 +143,7 @@ class RewardConfig:
         needs=["overlong_buffer.len", "overlong_buffer.enable=true | {overlong_buffer.enable}=false"],
         harmless=True,
     )
-    function_kwargs: dict[str, Any] = field(dict, needs=_HAS_FUNCTIONS)
+    function_kwargs: Options = field(dict, needs=_HAS_FUNCTIONS)
     """Options of functions by name: {my_function: {option: value}}."""
     batched: list[str] = field(list, needs=_HAS_FUNCTIONS)
     """Functions called once with a step's responses: (data_sources, solution_strs, ground_truths,
