@@ -15,10 +15,10 @@ import yaml
 
 from grpo_rl.config.function_options import CHOICES
 from grpo_rl.config.recipes import conf
-from grpo_rl.config.reference import base_files
 from grpo_rl.config.schema.fields import flat, leaves
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
 PACKAGE = ROOT / "grpo_rl"
 
 FLOORS = {
@@ -344,7 +344,7 @@ def test_no_except_is_bare() -> None:
 
 
 def test_every_key_of_the_configuration_is_read_where_it_has_an_effect() -> None:
-    talk = ("config/reference.py", "config/effects.py", "config/checks/all_rules.py", "plan/text.py", "plan/memory.py")
+    talk = ("config/effects.py", "config/checks/all_rules.py", "plan/text.py", "plan/memory.py")
     readers = [file for file in names() if file not in talk and not file.startswith(("config/checks/", "config/schema/"))]
     read = {node.attr for file in readers for node in nodes(file) if isinstance(node, ast.Attribute)}
     # Options of the algorithm's functions are read by name, through one table; that each of them has an effect is tested by
@@ -358,8 +358,10 @@ def test_every_key_of_the_configuration_is_read_where_it_has_an_effect() -> None
 
 
 def test_conf_base_is_the_schema() -> None:
+    from conf_base import base_files
+
     files = {path.name: path.read_text() for path in (conf() / "base").iterdir()}
-    assert files == base_files(), "python -m grpo_rl.config.reference"
+    assert files == base_files(), "python scripts/conf_base.py"
     defaults = {key: value for text in files.values() for key, value in flat(yaml.safe_load(text)).items()}
     assert defaults == {key: leaf.default for key, leaf in leaves().items()}
 
@@ -373,7 +375,7 @@ def loaded(stages: Sequence[str], modules: set[str]) -> list[list[str]]:
 
 
 def test_the_configuration_loads_nothing_heavy() -> None:
-    parts = ["schema.tree", "compose", "checks.all_rules", "derived", "reference"]
+    parts = ["schema.tree", "compose", "checks.all_rules", "derived"]
     heavy = loaded([f"import grpo_rl.config.{part}" for part in parts], {"torch", "ray", "vllm", "transformers", "numpy"})
     assert dict(zip(parts, heavy, strict=True)) == {part: [] for part in parts}
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from dataclasses import is_dataclass
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
@@ -13,12 +15,14 @@ from hypothesis import given, settings
 
 from grpo_rl.config.compose import compose
 from grpo_rl.config.convert import convert_or_explain, value_problem
-from grpo_rl.config.reference import meanings
 from grpo_rl.config.schema import tree
 from grpo_rl.config.schema.fields import Leaf, leaves, value_of
 from grpo_rl.config.schema.kinds import Range
 from grpo_rl.errors import ConfigError
 from grpo_rl.plan.make import make_plan
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
+from conf_base import meanings
 
 WRONG_VALUES: list[tuple[str, Any, str]] = [
     (f"{R}.n", 8.5, "not a whole number; write 8"),

@@ -1,4 +1,4 @@
-"""Writes conf/base, every key with default and meaning: `python -m grpo_rl.config.reference`."""
+"""Writes conf/base, every key with default and meaning: `python scripts/conf_base.py`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from grpo_rl.config.schema.tree import Config
 _COLUMNS = 120
 _HEADER = """\
 # @package _global_
-# Generated from {source} by `python -m grpo_rl.config.reference`.
+# Generated from {source} by `python scripts/conf_base.py`.
 # Defaults of a team belong into conf/config.yaml. Below each meaning: the key, and the values that it takes.
 """
 
