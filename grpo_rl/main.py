@@ -366,7 +366,7 @@ def begin(course: Course, stack: ExitStack) -> RunLoop:
     run_dir, console = session.run_dir, session.console
     inputs = read_inputs(course.plan, run_dir, console, collected=course.rows)
     if config.trainer.export_at_end and course.plan.trains:
-        try_export(unstarted_folder(config.actor_rollout_ref.model.path), config.actor_rollout_ref.model, inputs.tokenizer)
+        try_export(unstarted_folder(config.model.path), config.model, inputs.tokenizer)
     is_new = course.checkpoint is None and course.lost is None
     if is_new:
         for warning in _warnings(inputs, run_dir.path.parent):
@@ -436,7 +436,7 @@ def leaving_results(course: Course, training: RunLoop) -> Iterator[None]:
 
 def look_at_inputs(plan: Plan) -> None:
     """Read inputs as a start would, unless it would fetch something, or happen on another machine."""
-    path = Path(plan.config.actor_rollout_ref.model.path)
+    path = Path(plan.config.model.path)
     if plan.machine.name or plan.collection is not None or not path.is_dir():
         return
     from grpo_rl.cluster.inputs import read_inputs

@@ -60,7 +60,7 @@ def collect(plan: Plan, session: RunSession) -> tuple[Path, Metrics]:
     with ExitStack() as stack:
         inputs = read_inputs(plan.collection, run_dir, console, part="prompts")
         assert inputs.val_data is not None, "a collection has prompts"
-        model = Path(session.model_folder(plan.config.actor_rollout_ref.model.path))
+        model = Path(session.model_folder(plan.config.model.path))
         pairs = plan.objective.needs_pairs
         collection = Collection(plan.collection.config, inputs.val_data, folder, model, pairs=pairs)
         if not collection.is_begun:
@@ -95,7 +95,7 @@ class Collection:
                 {
                     "data": prompts.fingerprint,
                     "model": [str(model), weights],
-                    "sampling": dataclasses.asdict(training_sampling(config, 0)) | {"n": config.actor_rollout_ref.rollout.n},
+                    "sampling": dataclasses.asdict(training_sampling(config, 0)) | {"n": config.rollout.n},
                     "prompts": [len(self.parts[0]), config.data.max_prompt_length, config.data.system_prompt],
                     "reward": hashlib.sha256(repr(config.reward).encode()).hexdigest(),
                     "kept": "pairs" if pairs else dataclasses.asdict(config.algorithm.rejection),
@@ -126,7 +126,7 @@ class Collection:
 
     def run(self, rollout: RolloutPool, rewarder: Rewarder, console: Console, phase: Callable[[str], None]) -> None:
         missing = [number for number in range(len(self.parts)) if self.part(number) is None]
-        n = self.config.actor_rollout_ref.rollout.n
+        n = self.config.rollout.n
         total = sum(len(self.parts[number]) for number in missing) * n
         with console.progress("sampling from the initial policy", total) as bar:
             for number in missing:

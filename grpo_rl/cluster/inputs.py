@@ -66,7 +66,7 @@ class Inputs:
             scorers[JUDGE] = JudgeSpec.of(config)
         environments = None
         if self.episodes is not None:
-            environment = plan.config.actor_rollout_ref.rollout.multi_turn.environment
+            environment = plan.config.rollout.multi_turn.environment
             environments = EnvironmentSpec(self.episodes.host, environment)
         if not scorers and environments is None:
             return None
@@ -83,7 +83,7 @@ def read_inputs(
     Raises ConfigError, DataError and RewardError for what cannot be used.
     """
     config = plan.config
-    folder = warm_start.unstarted_folder(config.actor_rollout_ref.model.path)
+    folder = warm_start.unstarted_folder(config.model.path)
     scorer = warm_start.unstarted_folder(config.reward.reward_model.model_path or "")
     with console.progress("reading the model's settings and its tokenizer"):
         tokenizer, vocab_size = _tokenizer(config, folder)
@@ -111,7 +111,7 @@ def read_inputs(
 
 
 def _tokenizer(config: Config, folder: str) -> tuple[Any, int]:
-    model = config.actor_rollout_ref.model
+    model = config.model
     # The model's config first: a folder that cannot be used is refused before anything is read or started.
     settings = load_config(folder, trust_remote_code=model.trust_remote_code, override=model.override_config)
     tokenizer = load_tokenizer(model.tokenizer_path or folder, trust_remote_code=model.trust_remote_code)

@@ -29,7 +29,7 @@ def rank_of(name: RoleName, plan: Plan, actor: ActorSpec, reward_model_path: str
     if name == "critic":
         return "critic.CriticWorker", critic_spec(plan, policy), {}
     if name == "reference":
-        fsdp = plan.config.actor_rollout_ref.ref.fsdp_config
+        fsdp = plan.config.ref.fsdp_config
         frozen = replace(policy.sharded_as(fsdp, plan.passes.reference.sequence_ranks), train=False)
         return "reference.ReferenceWorker", (frozen,), {"offload": fsdp.param_offload}
     if name == "teacher":
@@ -51,7 +51,7 @@ def roles_over(plan: Plan, ranks: Mapping[RoleName, WorkerGroup], tokenizer: Any
     reward_model = None
     if scorers is not None and plan.trains_reward_model:
         settings = plan.config.reward.reward_model
-        share_prompts = plan.config.actor_rollout_ref.actor.use_prefix_grouper is not False
+        share_prompts = plan.config.actor.use_prefix_grouper is not False
         rule = MicroBatchRule(settings.max_token_len_per_gpu, None, share_prompts)
         pairs = settings.train.loss == "bradley_terry"
         reward_model = TrainedRewardModelRole(scorers, rule=rule, pairs=pairs, tokenizer=tokenizer)
@@ -67,7 +67,7 @@ def roles_over(plan: Plan, ranks: Mapping[RoleName, WorkerGroup], tokenizer: Any
 def make_actor(plan: Plan, worker_group: WorkerGroup, tokenizer: Any) -> ActorRole:
     return ActorRole(
         worker_group,
-        plan.config.actor_rollout_ref.actor,
+        plan.config.actor,
         train_rule=plan.passes.update,
         forward_rule=plan.passes.old,
         old_logprobs=plan.passes.old_logprobs,
@@ -93,7 +93,7 @@ def teacher_specs(plan: Plan, policy: PolicySpec) -> tuple[PolicySpec, ...]:
     for name, teacher in plan.teachers:
         if teacher.model_path is None:
             continue
-        shared = plan.config.actor_rollout_ref.model
+        shared = plan.config.model
         model = ModelConfig(
             path=teacher.model_path,
             flash_attention=shared.flash_attention,
@@ -125,7 +125,7 @@ def make_teacher(plan: Plan, worker_group: WorkerGroup | None, actor: ActorRole,
 
 def actor_spec(plan: Plan, model_path: str, engine: EngineSpec | None = None) -> ActorSpec:
     """Return what every actor rank is built from; its weights go to this engine, if there is one."""
-    config, actor = plan.config, plan.config.actor_rollout_ref.actor
+    config, actor = plan.config, plan.config.actor
     sender = SenderSpec()
     if engine is not None:
         sends_adapters = engine.adapter_scaling is not None
@@ -133,8 +133,8 @@ def actor_spec(plan: Plan, model_path: str, engine: EngineSpec | None = None) ->
         readers = engine.engines_per_device
         sender = SenderSpec(engine.weight_backend, engine.bucket_bytes, dtype, engine.verify_checksum, sends_adapters, readers)
     policy = PolicySpec(
-        model=replace(config.actor_rollout_ref.model, path=model_path),
-        temperature=config.actor_rollout_ref.rollout.temperature,
+        model=replace(config.model, path=model_path),
+        temperature=config.rollout.temperature,
         dtype=actor.fsdp_config.dtype,
         train=True,
         share_prompts=actor.use_prefix_grouper is not False,

@@ -89,7 +89,7 @@ class RunSession:
         from grpo_rl.rewards.compose import JUDGE
         from grpo_rl.rewards.runtime.runner import JudgeRunner, RewardRunner
 
-        policy = self.model_folder(plan.config.actor_rollout_ref.model.path)
+        policy = self.model_folder(plan.config.model.path)
         scorer = self.model_folder(plan.config.reward.reward_model.model_path or "")
         cluster = Cluster(plan, policy, scorer, self.run_dir.logs, self.console, recoveries)
         stack.callback(cluster.shutdown)

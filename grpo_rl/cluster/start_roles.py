@@ -101,7 +101,7 @@ class Cluster:
         """Start the processes of a role that the plan has, with nothing in them yet."""
         role = self.plan.role(name)
         assert role is not None, f"the plan has no {name}"
-        shared_by = self.config.actor_rollout_ref.rollout.engines_per_device if name == "rollout" else 1
+        shared_by = self.config.rollout.engines_per_device if name == "rollout" else 1
         slots = self.pool(role.pool).slots(role.devices_per_worker, shared_by)[: role.num_workers]
         return self.worker_group(name, slots, role.threads, environment, calls_at_once=role.calls_at_once)
 

@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
                 settle(folder, settings | data_settings(plan.config.data))
             models.append((target.label, plan, response_file(folder, target.label, identity_of(path))))
         answer_missing([(f"evaluating {label}", plan, file) for label, plan, file in models], run_dir, console)
-        values = models[0][1].config.actor_rollout_ref.rollout.val_kwargs
+        values = models[0][1].config.rollout.val_kwargs
         groups = [file.groups(values.n) for _, _, file in models]
         _report([label for label, _, _ in models], groups, folder, console, options.pass_at, values.temperature)
         console.info(f"responses: {', '.join(str(file.path) for _, _, file in models)}")

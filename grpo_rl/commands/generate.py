@@ -49,14 +49,14 @@ def main(argv: Sequence[str]) -> int:
         model = model_folder(target, console, trusted=options.trust_run)
         recipe = run_dir.logs / "settings.yaml"
         plan, settings = sampling_plan(keys | {"data.val_files": [NO_DATA]}, words, model, recipe)
-        scores = plan.config.actor_rollout_ref.rollout.multi_turn.enable or _has_ground_truth(data, plan.config.data)
+        scores = plan.config.rollout.multi_turn.enable or _has_ground_truth(data, plan.config.data)
         if scores:
             plan, settings = sampling_plan(keys, words, model, recipe)
         console.info(f"responses are {'scored' if scores else 'not scored: the data have no ground truth'}")
         settle(work, settings | data_settings(plan.config.data, data) | {"scored": scores})
         file = response_file(work, "model", identity_of(model))
         _sample(plan, data, scores, file, run_dir, console, -1 if options.limit is None else options.limit)
-        groups = file.groups(plan.config.actor_rollout_ref.rollout.val_kwargs.n)
+        groups = file.groups(plan.config.rollout.val_kwargs.n)
         rows = rows_of(groups.values())
         from grpo_rl.data.sources.tables import write_rows
 

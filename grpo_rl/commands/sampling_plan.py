@@ -161,7 +161,7 @@ def answer_missing(
     bare_prompts: Callable[[Any], PromptDataset] | None = None,
 ) -> None:
     """Sample and score what the files lack; of each model: label, plan, file."""
-    values = models[0][1].config.actor_rollout_ref.rollout.val_kwargs
+    values = models[0][1].config.rollout.val_kwargs
     open_ones = [model for model in models if not model[2].is_complete(values.n)]
     if not open_ones:
         console.info("all responses are there already")
@@ -219,7 +219,7 @@ def sampling_plan(keys: Mapping[str, Any], words: Sequence[str], model: str, rec
     fixed: Keys = {"trainer.val_only": True, f"{_A}.model.path": model}
     composed, plan = planned({})
     share = f"{_R}.gpu_memory_utilization"
-    if plan.machine.device == "cuda" and plan.config.actor_rollout_ref.rollout.name == "vllm" and share not in typed:
+    if plan.machine.device == "cuda" and plan.config.rollout.name == "vllm" and share not in typed:
         composed, plan = planned({share: ALONE_MEMORY_SHARE})
     tree = flat(composed.resolved)
     matters = {key for key in tree if _is_taken(key) and (not _is_of_engine(key) or key in SAMPLED_WITH)} - _PROCESSES

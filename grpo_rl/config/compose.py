@@ -183,7 +183,7 @@ def checked(composed: DictConfig, command: Command, reading: Reading, problems: 
     for tree in (raw, safe) if raw else ():
         notes += _implied(tree, named_keys)
     config, value_problems = convert_or_explain(raw)
-    names = (config.actor_rollout_ref.model.path, config.data.train_files)
+    names = (config.model.path, config.data.train_files)
     if reading.is_verls and verl_answers.looks_like_verls(named_keys, *names):
         notes += filter(None, [verl_answers.other_defaults(named_keys, {key: leaf.default for key, leaf in leaves().items()})])
     secrets.remember([os.environ.get(config.reward.judge.api_key_env or "")])

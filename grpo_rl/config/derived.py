@@ -54,7 +54,7 @@ class Machine:
         trainer, scorer = config.trainer, config.reward.reward_model
         per_node = trainer.n_gpus_per_node or (max(self.num_gpus, 1) if self.device == "cuda" else 1)
         pools: dict[str, Any] = {
-            "rollout": config.actor_rollout_ref.rollout,
+            "rollout": config.rollout,
             "teacher": config.distillation,
             "reward_model": scorer,
         }
@@ -90,7 +90,7 @@ def is_offline(config: Config) -> bool:
 
 def trains_pairs(config: Config) -> bool:
     """A user's own loss is known only once it is imported."""
-    loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    loss = config.actor.policy_loss.loss_mode
     return not trains_only_reward_model(config) and loss in PAIR_LOSSES
 
 
@@ -136,7 +136,7 @@ def samples_answers(config: Config) -> bool:
 
 
 def plays_episodes(config: Config) -> bool:
-    return config.actor_rollout_ref.rollout.multi_turn.enable and samples_answers(config) and not collects(config)
+    return config.rollout.multi_turn.enable and samples_answers(config) and not collects(config)
 
 
 def is_iterated(config: Config) -> bool:
@@ -211,7 +211,7 @@ def settled(config: Config) -> Config:
     pairs, correction, scorer = trains_pairs(config), config.algorithm.rollout_correction, config.reward.reward_model
     if pairs:
         values[f"{actor}.use_kl_loss"] = False
-        if config.actor_rollout_ref.actor.loss_agg_mode == leaves()[f"{actor}.loss_agg_mode"].default:
+        if config.actor.loss_agg_mode == leaves()[f"{actor}.loss_agg_mode"].default:
             values[f"{actor}.loss_agg_mode"] = PAIR_AVERAGE
     is_corrected = correction.bypass_mode is not None or correction.rollout_is or correction.rollout_rs
     if not is_offline(config) and oldest_sampler(config) and not pairs and not is_corrected:
@@ -239,10 +239,10 @@ def longest_sequence(config: Config) -> int:
 
 def pass_rule(config: Config, role: Literal["actor", "old", "ref", "critic"]) -> MicroBatchRule:
     """By default a role's passes are cut as the actor's update. `old`: passes for old log-probs."""
-    parts, critic = config.actor_rollout_ref, config.critic
-    actor, rollout, ref, ranks = parts.actor, parts.rollout, parts.ref, parts.actor.ulysses_sequence_parallel_size
+    actor, rollout, ref, critic = config.actor, config.rollout, config.ref, config.critic
+    ranks = actor.ulysses_sequence_parallel_size
     # With adapters the reference is the base model in the actor's ranks.
-    of_ref = ranks if parts.model.lora_rank else ref.ulysses_sequence_parallel_size or ranks
+    of_ref = ranks if config.model.lora_rank else ref.ulysses_sequence_parallel_size or ranks
     size = actor.ppo_micro_batch_size_per_gpu
     by_tokens, rollouts, tokens, sequence_ranks = {
         "actor": (bool(actor.use_dynamic_bsz) or size is None, size, None, ranks),
@@ -283,20 +283,20 @@ def may_have_critic(config: Config) -> bool:
 
 
 def critic_has_own_model(config: Config) -> bool:
-    return config.critic.model.path not in ("", config.actor_rollout_ref.model.path)
+    return config.critic.model.path not in ("", config.model.path)
 
 
 def is_colocated(config: Config) -> bool:
-    return config.actor_rollout_ref.rollout.nnodes == 0
+    return config.rollout.nnodes == 0
 
 
 def nodes_per_engine(config: Config, machine: Machine) -> int:
     """Return the nodes over which one engine is spread, 1 if a node has enough devices."""
-    return max(1, config.actor_rollout_ref.rollout.tensor_model_parallel_size // machine.devices(config, "rollout")[1])
+    return max(1, config.rollout.tensor_model_parallel_size // machine.devices(config, "rollout")[1])
 
 
 def updates_per_step(config: Config) -> int:
-    actor = config.actor_rollout_ref.actor
+    actor = config.actor
     return config.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
 
 
@@ -305,7 +305,7 @@ def gen_batch_size(config: Config) -> int:
 
 
 def has_kl_in_loss(config: Config) -> bool:
-    actor = config.actor_rollout_ref.actor
+    actor = config.actor
     return actor.use_kl_loss and actor.kl_loss_coef > 0
 
 
@@ -334,15 +334,14 @@ def scores_steps_by_model(config: Config) -> bool:
 
 
 def profilers_of(config: Config) -> dict[str, ProfilerConfig]:
-    parts = config.actor_rollout_ref
     return {
-        "actor_rollout_ref.actor.profiler": parts.actor.profiler,
-        "actor_rollout_ref.ref.profiler": parts.ref.profiler,
+        "actor_rollout_ref.actor.profiler": config.actor.profiler,
+        "actor_rollout_ref.ref.profiler": config.ref.profiler,
         "critic.profiler": config.critic.profiler,
     }
 
 
 def max_num_seqs(config: Config, device: str) -> int:
     """Return the most responses that one replica samples at once, at most one per token of a pass."""
-    rollout = config.actor_rollout_ref.rollout
+    rollout = config.rollout
     return rollout.max_num_seqs or min(1024 if device == "cuda" else 256, rollout.max_num_batched_tokens)

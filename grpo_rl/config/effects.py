@@ -54,7 +54,7 @@ def notes(config: Config, machine: Machine, *, reference: str, old_logprobs: boo
     for key, reason in _unread(config, machine, of_plan).items():
         if leaves()[key].harmless:
             yield f"{key}={show(value_of(config, key))}: has no effect in this run: {reason}"
-    rollout = config.actor_rollout_ref.rollout
+    rollout = config.rollout
     if rollout.name in rollout.engine_kwargs and (engines := sorted(set(rollout.engine_kwargs) - {rollout.name})):
         yield f"{R}.engine_kwargs.{','.join(engines)}: has no effect in this run: the engine is {rollout.name}"
 
@@ -166,14 +166,14 @@ def _all_but_reward_models() -> str:
 
 
 def _of_schedule(config: Config) -> list[Rule]:
-    loss, data = config.actor_rollout_ref.actor.policy_loss.loss_mode, config.data
+    loss, data = config.actor.policy_loss.loss_mode, config.data
     offline, collects, pairs = derived.is_offline(config), derived.collects(config), derived.trains_pairs(config)
     of_training = (not derived.trains_reward_model(config), f"{SCORER}.train.*", f"it is of trainer.schedule={REWARD_MODEL}")
     if not offline and ":" in config.trainer.schedule:
         return [of_training]
     source = "samples before training" if collects else "trains on the answers in the data"
     fixed = f"data.responses={data.responses} {source}"
-    mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    mini = config.actor.ppo_mini_batch_size
     registered, silent = offline and ":" not in loss, offline and not collects and not derived.samples_answers(config)
     return [
         of_training,
@@ -199,7 +199,7 @@ def _of_schedule(config: Config) -> list[Rule]:
 
 
 def _of_learning(config: Config) -> list[Rule]:
-    actor, algorithm, teacher = config.actor_rollout_ref.actor, config.algorithm, config.distillation.distillation_loss
+    actor, algorithm, teacher = config.actor, config.algorithm, config.distillation.distillation_loss
     loss, groups, pairs = actor.policy_loss.loss_mode, algorithm.filter_groups, derived.trains_pairs(config)
     teachers_only = derived.learns_from_teachers_alone(config)
     samples_alone, reason = (
@@ -253,14 +253,14 @@ def _of_learning(config: Config) -> list[Rule]:
 
 
 def _of_sampling_and_rewards(config: Config, machine: Machine) -> list[Rule]:
-    rollout, reward, engine = config.actor_rollout_ref.rollout, config.reward, config.actor_rollout_ref.rollout.name
+    rollout, reward, engine = config.rollout, config.reward, config.rollout.name
     is_float32 = rollout.dtype == "float32" or (rollout.dtype == "auto" and machine.device == "cpu")
     prompts = "val_prompt_files" if derived.is_offline(config) else "val_files"
     # Without `judge` among the audits a judge would be part of the reward.
     audits = "judge" in reward.audit or not (config.trainer.val_only or derived.is_offline(config))
     scores = reward.reward_model.enable or derived.trains_only_reward_model(config)
     by_model = derived.is_iterated(config) or derived.scores_steps_by_model(config)
-    on_gpus = config.actor_rollout_ref.model.lm_head_precision in ("tf32", "bfloat16")
+    on_gpus = config.model.lm_head_precision in ("tf32", "bfloat16")
     is_local = config.ray_kwargs.ray_init.address is None and not machine.cluster
     return [
         (on_gpus and machine.device == "cpu", f"{M}.lm_head_precision", "it is faster on GPUs only, and this run has none"),
@@ -278,7 +278,7 @@ def _of_sampling_and_rewards(config: Config, machine: Machine) -> list[Rule]:
 
 def _of_sizes(config: Config, machine: Machine) -> list[Rule]:
     """verl's commands say 8 GPUs wherever they run."""
-    update, max_tokens = derived.pass_rule(config, "actor"), config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+    update, max_tokens = derived.pass_rule(config, "actor"), config.actor.ppo_max_token_len_per_gpu
     pass_rules = {
         f"{REF}.log_prob": derived.pass_rule(config, "ref"),
         f"{R}.log_prob": derived.pass_rule(config, "old"),

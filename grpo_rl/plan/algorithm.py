@@ -62,7 +62,7 @@ def checks(config: Config) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield "algorithm.adv_estimator: ", lambda: _refuse(_of_estimator(config))
     if not derived.trains_pairs(config):
         yield "algorithm.rollout_correction.", lambda: _refuse(_of_correction(config))
-    groups, data, function = config.algorithm.filter_groups, config.data, config.actor_rollout_ref.rollout.function
+    groups, data, function = config.algorithm.filter_groups, config.data, config.rollout.function
     if function is not None:
         yield "actor_rollout_ref.rollout.function: ", lambda: ROLLOUTS.check_call(function, "sampler", "prompts")
     if groups.enable and ":" in groups.metric:
@@ -88,7 +88,7 @@ def _check_metric(name: str, config: Config) -> None:
 
 def objective_of(config: Config) -> Objective:
     correction = RolloutCorrection.from_config(config.algorithm.rollout_correction)
-    objective = Objective.from_config(config.actor_rollout_ref.actor, config.data.max_response_length, correction)
+    objective = Objective.from_config(config.actor, config.data.max_response_length, correction)
     return dataclasses.replace(objective, distillation=Distillation.from_config(config.distillation))
 
 
@@ -179,7 +179,7 @@ def _fits(config: Config, choice: Choice, function: Any) -> Problems:
     """Yield settings beyond its options that do not go with a function."""
     needs, name = needs_of(function), choice.name(config)
     chosen = f"{choice.section}.{choice.key}={name}"
-    n, parts = config.actor_rollout_ref.rollout.n, config.algorithm.reward_parts
+    n, parts = config.rollout.n, config.algorithm.reward_parts
     if choice is KL_IN_REWARD and name.endswith("+"):
         yield f"{chosen}: differs from {name[:-1]} by its gradient, and a reward has none; algorithm.kl_penalty={name[:-1]}"
     if choice is KL_IN_REWARD and "old_logprobs" in needs:
@@ -213,7 +213,7 @@ def _pairs(config: Config, chosen: str) -> Problems:
     average = AVERAGE.name(config)
     if ":" not in average and average not in PAIR_AVERAGES:
         yield f"{ACTOR}.loss_agg_mode={average}: makes no mean over pairs, and {chosen} is one; {ACTOR}.loss_agg_mode={' or '.join(PAIR_AVERAGES)}"
-    if not derived.is_offline(config) and config.actor_rollout_ref.rollout.n == 1:
+    if not derived.is_offline(config) and config.rollout.n == 1:
         yield f"{chosen}: compares the best and the worst response to a prompt, and actor_rollout_ref.rollout.n=1; usual is 2 to 16"
     rule, longest = derived.pass_rule(config, "actor"), derived.longest_sequence(config)
     budget, sequence_ranks = rule.max_tokens, rule.sequence_ranks
@@ -229,9 +229,9 @@ def _options(config: Config, choice: Choice) -> dict[str, Any]:
     if choice is ESTIMATOR:
         return estimator_options(config.algorithm, _factors(config))
     if choice is AVERAGE:
-        return average_options(config.actor_rollout_ref.actor, config.data.max_response_length)
+        return average_options(config.actor, config.data.max_response_length)
     function = trial.KINDS[choice.kind].registry.get(choice.name(config))
-    section = config.actor_rollout_ref.actor if choice.section == ACTOR else config.algorithm
+    section = config.actor if choice.section == ACTOR else config.algorithm
     return chosen_options(choice, section, options_of(function))
 
 
@@ -245,7 +245,7 @@ def _factors(config: Config) -> dict[str, float]:
 
 def _reads_old_logprobs(config: Config) -> bool:
     """Return whether loss or KL term depend on the policy that sampled."""
-    actor = config.actor_rollout_ref.actor
+    actor = config.actor
     if derived.has_kl_in_loss(config) and actor.kl_loss_type != "full":
         kl = trial.KINDS[KL_IN_LOSS.kind].registry.get(actor.kl_loss_type)
         if "old_logprobs" in needs_of(kl):
@@ -254,7 +254,7 @@ def _reads_old_logprobs(config: Config) -> bool:
 
 
 def _has_ratio(config: Config) -> bool:
-    actor = config.actor_rollout_ref.actor
+    actor = config.actor
     return trial.has_ratio(POLICY_LOSSES.get(actor.policy_loss.loss_mode), _options(config, LOSS))
 
 
@@ -276,7 +276,7 @@ def _of_estimator(config: Config) -> Problems:
             "whole responses; name arithmetic_process, or your own path.py:function that returns 'steps' beside 'score'; or take a reward model with "
             "reward.reward_model.step_separator"
         )
-    if "baselines" in needed and config.actor_rollout_ref.rollout.function is not None:
+    if "baselines" in needed and config.rollout.function is not None:
         yield f"{name} compares with greedy responses, which actor_rollout_ref.rollout.function does not make; another estimator"
     if not reads_token_rewards(needed):
         if algorithm.use_kl_in_reward:
@@ -329,7 +329,7 @@ def _of_teachers(config: Config) -> Problems:
 def first_other_token(config: Config, path: str) -> str | None:
     """Return a folder's first token that is not the policy's; None if equal, or the folder is elsewhere."""
     vocabularies = []
-    for folder in (config.actor_rollout_ref.model.tokenizer_path or config.actor_rollout_ref.model.path, path):
+    for folder in (config.model.tokenizer_path or config.model.path, path):
         if folder.startswith(builtin.PREFIX):
             vocabularies.append(dict(enumerate(builtin.vocabulary(builtin.get_builtin(folder).vocab_size))))
         elif Path(folder).expanduser().is_dir():
@@ -346,7 +346,7 @@ def first_other_token(config: Config, path: str) -> str | None:
 
 def _of_correction(config: Config) -> Problems:
     correction = RolloutCorrection.from_config(config.algorithm.rollout_correction)
-    actor = config.actor_rollout_ref.actor
+    actor = config.actor
     is_stale = derived.oldest_sampler(config) > 0 and not derived.trains_pairs(config)
     if is_stale and not correction.rollout_is and not _has_ratio(config):
         yield (

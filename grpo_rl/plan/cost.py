@@ -84,7 +84,7 @@ class Lengths:
     def of(config: Config, share: float = MEAN_SHARE, spread: float = SPREAD) -> Lengths:
         """Return the configured lengths; by default the mean is this share of the longest."""
         trainer, longest = config.trainer, config.data.max_response_length
-        share = 1.0 if config.actor_rollout_ref.rollout.ignore_eos else share
+        share = 1.0 if config.rollout.ignore_eos else share
         mean = trainer.mean_response_length or share * longest
         spread = spread if trainer.response_length_spread is None else trainer.response_length_spread
         return Lengths(min(float(mean), float(longest)), spread, longest)
@@ -243,7 +243,7 @@ def step_time(plan: Plan, fitted: Fitted | None = None) -> StepTime | None:
     else:
         return None
     run = fitted or Fitted({})
-    config, rollouts, n = plan.config, plan.sizes.rollouts_per_step, plan.config.actor_rollout_ref.rollout.n
+    config, rollouts, n = plan.config, plan.sizes.rollouts_per_step, plan.config.rollout.n
     lengths, prompt = Lengths.of(config, run.response, run.spread), run.prompt * config.data.max_prompt_length
     groups = rollouts / n if plan.passes.update.shares_prompts else rollouts
     tokens = groups * prompt + rollouts * lengths.mean
@@ -305,7 +305,7 @@ def _replica(plan: Plan, size: ModelSize, device: Device, lengths: Lengths, prom
         DECODE_OVERHEAD_S,
         min(engine.max_num_seqs, fitting),
         prompt,
-        plan.config.actor_rollout_ref.rollout.n,
+        plan.config.rollout.n,
         parallel,
         device.link_gbs * 1e9 * LINK,
         device.decode_s,
@@ -320,7 +320,7 @@ def _training(plan: Plan, size: ModelSize, device: Device, tokens: float, length
     # A GPU gathers shards of other machines by all their network cards.
     link = device.link_gbs if nodes == 1 else min(device.link_gbs, device.nic_gbs * max(1, ranks // nodes))
     rollouts = sizes.rollouts_per_step
-    prompts = rollouts / plan.config.actor_rollout_ref.rollout.n
+    prompts = rollouts / plan.config.rollout.n
     # Attention costs by the square: its mean context is a token's, not a response's.
     context = prompt + 2 * lengths.age
 
@@ -349,12 +349,12 @@ def _training(plan: Plan, size: ModelSize, device: Device, tokens: float, length
         seconds = of(model, rule, batches, updates / max(1, batches), training=RECOMPUTED if checkpointing else STORED)
         # Weight, gradient and two moments are read, all but the gradient written, in float32; Muon has one
         # moment.
-        muon = plan.config.actor_rollout_ref.actor.optim.optimizer.lower() == "muon"
-        trained = adapter_params(plan.config.actor_rollout_ref.model, model) or model.num_params
+        muon = plan.config.actor.optim.optimizer.lower() == "muon"
+        trained = adapter_params(plan.config.model, model) or model.num_params
         rate = HOST_UPDATE_GBS * 1e9 * plan.config.trainer.nnodes if on_host else device.memory_gbs * 1e9 * DECODING * ranks
         return seconds + updates * (20 if muon else 28) * trained / rate + device.fixed_s
 
-    parts, phases = plan.config.actor_rollout_ref, {}
+    phases: dict[str, float] = {}
     if passes.old_logprobs == "actor":
         phases["old log-probs"] = of(size, passes.old)
     if plan.role("reference") or plan.base_reference:
@@ -365,7 +365,10 @@ def _training(plan: Plan, size: ModelSize, device: Device, tokens: float, length
         batches = max(1, round(updates / max(1, sizes.critic_epochs)))
         phases["critic's values"] = of(critic, passes.critic)
         phases["critic's update"] = learns(critic, passes.critic, updates, batches, checkpointing=recomputes, on_host=on_host)
-    recomputes, on_host = parts.model.enable_gradient_checkpointing is not False, parts.actor.fsdp_config.offload_policy
+    recomputes, on_host = (
+        plan.config.model.enable_gradient_checkpointing is not False,
+        plan.config.actor.fsdp_config.offload_policy,
+    )
     updates, batches = sizes.updates_per_step, sizes.mini_batches
     phases["update"] = learns(size, passes.update, updates, batches, checkpointing=recomputes, on_host=on_host)
     return phases
@@ -389,10 +392,10 @@ def token_s(size: ModelSize, device: Device, context: float) -> float:
 
 def _copies(plan: Plan, size: ModelSize, device: Device) -> float:
     """Return the seconds of moving weights and moments to host memory and back, per phase that reads them."""
-    fsdp = plan.config.actor_rollout_ref.actor.fsdp_config
+    fsdp = plan.config.actor.fsdp_config
     passes = 1 + plan.recomputes_old_logprobs
     moved = 8 * fsdp.param_offload * passes + 16 * fsdp.optimizer_offload
-    if plan.role("reference") and plan.config.actor_rollout_ref.ref.fsdp_config.param_offload:
+    if plan.role("reference") and plan.config.ref.fsdp_config.param_offload:
         moved += 4
     if fsdp.offload_policy:
         moved += 8 * plan.sizes.updates_per_step
@@ -473,14 +476,12 @@ def learn(plan: Plan, runs: Path, records: list[dict[str, float]]) -> None:
     without = step_time(plan, dataclasses.replace(fitted, factors=factors | {"other": 0.0}))
     assert without is not None, "the same run"
     fitted = dataclasses.replace(fitted, factors=factors | {"other": max(0.0, seconds["timing_s/step"] - without.total)})
-    if plan.config.actor_rollout_ref.rollout.ignore_eos:  # forced lengths
+    if plan.config.rollout.ignore_eos:  # forced lengths
         fitted = dataclasses.replace(fitted, response=MEAN_SHARE, spread=SPREAD)
     assert plan.model is not None, "it was estimated"
     if (earlier := _known(plan, runs).get(plan.model.num_params)) is not None:
         lengths = {"prompt": fitted.prompt, "response": fitted.response, "spread": fitted.spread}
-        before, now = (
-            step_time(plan, plan.model, Fitted(**entry)) for entry in (earlier | lengths, dataclasses.asdict(fitted))
-        )
+        before, now = (step_time(plan, Fitted(**entry)) for entry in (earlier | lengths, dataclasses.asdict(fitted)))
         if before is not None and now is not None and now.total > BUSY * before.total:
             return
     entry = {f"{_machine(plan)}; {plan.model.num_params} parameters": dataclasses.asdict(fitted)}

@@ -149,7 +149,7 @@ class Plan:
 
     @property
     def samples_with_vllm(self) -> bool:
-        return self.role("rollout") is not None and self.config.actor_rollout_ref.rollout.name == "vllm"
+        return self.role("rollout") is not None and self.config.rollout.name == "vllm"
 
     @property
     def lacks(self) -> str | None:
@@ -198,7 +198,7 @@ class Plan:
 
     @property
     def replica_bounds(self) -> tuple[int, int]:
-        rollout = self.config.actor_rollout_ref.rollout
+        rollout = self.config.rollout
         return rollout.min_replicas or self.num_replicas, rollout.max_replicas or self.num_replicas
 
     @property
@@ -240,7 +240,7 @@ def decide(
     unregistered names."""
     sampled = derived.collection(config) if derived.collects(config) else None
     config = derived.settled(config)
-    model = model or model_size(config.actor_rollout_ref.model.path)
+    model = model or model_size(config.model.path)
     objective = objective_of(config)
     needs = needs_of(ADVANTAGES.get(config.algorithm.adv_estimator))
     schedule = schedule_of(config)
@@ -248,7 +248,7 @@ def decide(
     if not derived.trains_reward_model(config):
         driven -= {"reward_model"}
     reference = _reference(config, objective) if "reference" in driven else None
-    base_reference = reference if config.actor_rollout_ref.model.lora_rank else None
+    base_reference = reference if config.model.lora_rank else None
     own_reference = None if base_reference else reference
     teachers = derived.teachers_of(config)
     if teachers and "teacher" not in driven:
@@ -284,7 +284,7 @@ def _reference(config: Config, objective: Objective) -> str | None:
         "the loss": objective.needs_ref,
     }
     purpose = next((reader for reader, reads in readers.items() if reads), None)
-    model = config.actor_rollout_ref.model
+    model = config.model
     if objective.needs_ref and not derived.has_kl_in_loss(config) and model.lora_rank and model.lora_adapter_path is not None:
         raise ConfigError(
             f"actor_rollout_ref.model.lora_adapter_path={model.lora_adapter_path}: the loss compares with a reference, which under "
@@ -300,7 +300,7 @@ def _roles(
     """Return the roles of those that the schedule drives; `reference` is the reason of a reference."""
     trains = "actor" in driven
     ranks = machine.world_size(config)
-    rollout = config.actor_rollout_ref.rollout
+    rollout = config.rollout
 
     def cores(processes: int) -> int:
         # Roles of one pool take turns on the cores; processes of one role, and on a CPU other pools, do not.
@@ -338,7 +338,7 @@ def _roles(
 
 
 def _num_replicas(config: Config, machine: Machine) -> int:
-    rollout = config.actor_rollout_ref.rollout
+    rollout = config.rollout
     places = machine.world_size(config, "rollout") // rollout.tensor_model_parallel_size
     return rollout.num_replicas or places * rollout.engines_per_device
 
@@ -393,7 +393,7 @@ def _passes(config: Config, objective: Objective) -> Passes:
         old=derived.pass_rule(config, "old"),
         reference=derived.pass_rule(config, "ref"),
         critic=derived.pass_rule(config, "critic"),
-        replays_routing=config.actor_rollout_ref.actor.router_replay.mode == "R2",
+        replays_routing=config.actor.router_replay.mode == "R2",
     )
 
 
@@ -407,12 +407,12 @@ def _reward(config: Config, *, scores: bool, reads_steps: bool) -> RewardPlan:
 
 
 def _sizes(config: Config, num_train_rows: int | None) -> Sizes:
-    data, actor, iterate = config.data, config.actor_rollout_ref.actor, config.trainer.iterate
+    data, actor, iterate = config.data, config.actor, config.trainer.iterate
     mini_batch_size = config.critic.ppo_mini_batch_size or actor.ppo_mini_batch_size
     may_drop_rows = data.filter_overlong_prompts or data.on_bad_row == "skip"
     epochs = config.critic.ppo_epochs or actor.ppo_epochs
     return Sizes(
-        rollouts_per_step=data.train_batch_size * config.actor_rollout_ref.rollout.n,
+        rollouts_per_step=data.train_batch_size * config.rollout.n,
         mini_batches=data.train_batch_size // actor.ppo_mini_batch_size,
         updates_per_step=derived.updates_per_step(config),
         critic_warmup=config.trainer.critic_warmup,

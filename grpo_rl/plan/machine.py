@@ -65,7 +65,7 @@ def _may_have_gpu() -> bool:
 
 def problems(config: Config, machine: Machine) -> Problems:
     """Yield what asks for more than the machine has; the nodes of a cluster cannot be counted from here."""
-    trainer, rollout, scorer = config.trainer, config.actor_rollout_ref.rollout, config.reward.reward_model
+    trainer, rollout, scorer = config.trainer, config.rollout, config.reward.reward_model
     if trainer.machine is not None:
         yield from _too_much_for_named(config, machine)
         return
@@ -217,7 +217,7 @@ def _too_much_for_named(config: Config, machine: Machine) -> Problems:
     trainer, planned = config.trainer, named(config.trainer.machine or "")
     if not trainer.dry_run:
         yield f"{KEY}={trainer.machine}: a machine that is named can only be planned for; set trainer.dry_run=true, or leave it out"
-    num_asked = trainer.nnodes + (0 if derived.is_colocated(config) else config.actor_rollout_ref.rollout.nnodes)
+    num_asked = trainer.nnodes + (0 if derived.is_colocated(config) else config.rollout.nnodes)
     if planned.nodes > 1 and num_asked > planned.nodes:
         yield f"{KEY}={trainer.machine}: {num_asked} machines are asked for (trainer.nnodes={trainer.nnodes}), and it has {planned.nodes}"
     _, per_node = machine.devices(config, "actor")

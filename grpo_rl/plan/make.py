@@ -97,7 +97,7 @@ def _failures(checks: Checks) -> Iterator[str]:
 def _functions(config: Config) -> Checks:
     """Yield look-ups of functions with options, tasks, and what judge and episodes need."""
     yield from algorithm.checks(config)
-    yield "actor_rollout_ref.rollout.name: ", lambda: ENGINES.get(config.actor_rollout_ref.rollout.name)
+    yield "actor_rollout_ref.rollout.name: ", lambda: ENGINES.get(config.rollout.name)
     yield "trainer.schedule: ", lambda: schedule_of(config)
     yield "", lambda: factors_of(config)
     if set(config.reward.audit) - {"judge"}:
@@ -113,7 +113,7 @@ def _functions(config: Config) -> Checks:
         for name in getattr(config.data, key):
             if name.startswith(TASK_PREFIX):
                 yield f"data.{key}={name}: ", partial(task_rows, name)
-    path = config.actor_rollout_ref.model.path
+    path = config.model.path
     scorer = config.reward.reward_model.model_path or ""
     if path.startswith(PREFIX) and path != scorer:
         yield "actor_rollout_ref.model.path: ", lambda: get_builtin(path)
@@ -126,7 +126,7 @@ def _fitting(config: Config, machine: Machine) -> Checks:
     yield "", lambda: model_folder.check_policy(config, machine)
     if config.trainer.machine is None:
         yield "", lambda: model_folder.check_others(config)
-    if config.actor_rollout_ref.model.lora_rank:
+    if config.model.lora_rank:
         yield "", lambda: model_folder.check_adapters(config)
 
 

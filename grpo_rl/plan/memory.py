@@ -228,7 +228,7 @@ def _teacher_sizes(plan: Plan) -> list[ModelSize]:
 
 def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
     config, objective, passes = plan.config, plan.objective, plan.passes
-    parts, critic, scorer = config.actor_rollout_ref, config.critic, config.reward.reward_model
+    critic, scorer = config.critic, config.reward.reward_model
     ranks = max(1, plan.num_workers(name))
     learns, scores = (
         name in ("actor", "critic") or (name == "reward_model" and plan.trains_reward_model),
@@ -236,24 +236,24 @@ def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
     )
     teacher = next((entry for _, entry in plan.teachers if entry.model_path), TeacherConfig())
     sharded: dict[str, RefFsdpConfig] = {
-        "actor": parts.actor.fsdp_config,
-        "reference": parts.ref.fsdp_config,
+        "actor": config.actor.fsdp_config,
+        "reference": config.ref.fsdp_config,
         "teacher": RefFsdpConfig(dtype=teacher.dtype, param_offload=config.distillation.param_offload),
         "critic": critic.fsdp,
         "reward_model": FsdpConfig(
             dtype=scorer.dtype, param_offload=scorer.param_offload, optimizer_offload=scorer.train.optimizer_offload
         ),
     }
-    fsdp, model = sharded[name], critic.model if name == "critic" else parts.model
+    fsdp, model = sharded[name], critic.model if name == "critic" else config.model
     rule = {"reference": passes.reference, "critic": passes.critic}.get(name, passes.update)
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
-    tokens, group_size = _tokens(config, rule), parts.rollout.n if rule.shares_prompts else 1
+    tokens, group_size = _tokens(config, rule), config.rollout.n if rule.shares_prompts else 1
     groups = tokens / (prompt + group_size * response)
     if scores:
         tokens, groups, group_size = scorer.max_token_len_per_gpu, 0, 1
-    adapters = adapter_params(parts.model, size) if name == "actor" else 0
+    adapters = adapter_params(config.model, size) if name == "actor" else 0
     # AdamW has two moments per parameter, Muon one for the layers' matrices.
-    muon = not scores and (critic if name == "critic" else parts.actor).optim.optimizer == "muon"
+    muon = not scores and (critic if name == "critic" else config.actor).optim.optimizer == "muon"
     # Tracked (tests/unit/test_plan_tracked_memory.py): logits and log-probs; one more with a gradient by
     # autograd, two more each for the entropy and the exact KL.
     by_autograd = learns and bool(objective.needs_entropy or objective.needs_full_kl or plan.teachers)
@@ -265,7 +265,7 @@ def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
         width=_width(fsdp.dtype, plan.machine),
         trains=learns,
         checkpointing=(scorer.train if scores else model).enable_gradient_checkpointing is not False,
-        chunk=lm_head_chunk(parts.model.lm_head_chunk_tokens, size.vocab),
+        chunk=lm_head_chunk(config.model.lm_head_chunk_tokens, size.vocab),
         logits=logits,
         has_head=name != "critic" and not scores,
         moments=(4 + 4 * size.root_params / size.num_params if muon else 8) * learns,
@@ -306,7 +306,7 @@ def _rests_in_half(plan: Plan) -> bool:
     """Return whether blocks under adapters are stored, and compute, in bfloat16."""
     settings = policy_settings(plan.config) or {}
     stored = str(settings.get("dtype") or settings.get("torch_dtype")).removeprefix("torch.")
-    width = _width(plan.config.actor_rollout_ref.actor.fsdp_config.dtype, plan.machine)
+    width = _width(plan.config.actor.fsdp_config.dtype, plan.machine)
     return width == 2 and stored == "bfloat16"
 
 
@@ -333,8 +333,8 @@ def _engine_tensors(engine: EngineSpec, size: ModelSize, width: int) -> int:
 
 def _tokens(config: Config, rule: MicroBatchRule) -> int:
     """The most tokens of a micro-batch per rank, at most those of a mini-batch."""
-    longest, n = longest_sequence(config), config.actor_rollout_ref.rollout.n
-    prompts = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    longest, n = longest_sequence(config), config.rollout.n
+    prompts = config.actor.ppo_mini_batch_size
     of_group = n * longest
     if rule.shares_prompts and not is_offline(config):
         of_group = config.data.max_prompt_length + n * config.data.max_response_length
@@ -475,7 +475,7 @@ def checkpoint_bytes(plan: Plan) -> int:
     scorer = size_of_role(plan, "reward_model") if plan.trains_reward_model else None
     trained = sum(model.num_params for model in (critic, scorer) if model is not None)
     if actor is not None:
-        trained += adapter_params(plan.config.actor_rollout_ref.model, actor) or actor.num_params
+        trained += adapter_params(plan.config.model, actor) or actor.num_params
     return 12 * trained
 
 

@@ -76,7 +76,7 @@ def check_policy(config: Config, machine: Machine) -> None:
     settings = policy_settings(config)
     if settings is None:
         return
-    folder = Path(config.actor_rollout_ref.model.path).expanduser()
+    folder = Path(config.model.path).expanduser()
     problems = [*(_broken_files(folder) if folder.is_dir() else ()), *_engine_refuses(config, machine, settings)]
     if folder.is_dir() and not problems and (settings.get("text_config") or settings).get("tie_word_embeddings"):
         refuse_other_head(str(folder))
@@ -88,7 +88,7 @@ def check_policy(config: Config, machine: Machine) -> None:
 
 def check_others(config: Config) -> None:
     """Raise ConfigError for unusable folders of teachers, critic, reward model and tokenizers."""
-    policy, scorer = config.actor_rollout_ref.model, config.reward.reward_model
+    policy, scorer = config.model, config.reward.reward_model
     named = {
         f"distillation.teacher_models.{name}.model_path": teacher.model_path for name, teacher in teachers_of(config).items()
     }
@@ -122,7 +122,7 @@ def check_adapters(config: Config) -> None:
     from grpo_rl.models import lora
     from grpo_rl.models.load import load_lm
 
-    model, settings = config.actor_rollout_ref.model, policy_settings(config)
+    model, settings = config.model, policy_settings(config)
     if model.lora_adapter_path is not None:
         lora.check_adapter_folder(model)
     if settings is None or "auto_map" in settings:
@@ -134,7 +134,7 @@ def check_adapters(config: Config) -> None:
 def policy_settings(config: Config) -> Settings | None:
     """Return config.json with override_config applied; None for an unknown embedded model. Raises ConfigError
     if it cannot be read, for a family that transformers lacks, and for a wrong override."""
-    model = config.actor_rollout_ref.model
+    model = config.model
     if model.path.startswith(PREFIX):
         try:
             settings = _builtin_settings(model.path)
@@ -236,14 +236,14 @@ def _dropouts(settings: Settings) -> dict[str, float]:
 
 def with_shared_prompts(config: Config, settings: Settings | None) -> Config:
     """Decide `use_prefix_grouper`: true, unless the model drops at random."""
-    if config.actor_rollout_ref.actor.use_prefix_grouper is not None:
+    if config.actor.use_prefix_grouper is not None:
         return config
     return replaced(config, {f"{_ACTOR}.use_prefix_grouper": not _dropouts(settings or {})})
 
 
 def _engine_refuses(config: Config, machine: Machine, settings: Settings) -> Problems:
     """Yield what vLLM would refuse after a start of most of a minute."""
-    rollout = config.actor_rollout_ref.rollout
+    rollout = config.rollout
     if not samples_answers(config):
         return  # no engine starts
     if rollout.name != "vllm" or {"hf_overrides", "max_model_len"} & set(rollout.engine_kwargs.get("vllm", {})):
@@ -263,12 +263,12 @@ def _engine_refuses(config: Config, machine: Machine, settings: Settings) -> Pro
     if heads % parallel:
         yield (
             f"actor_rollout_ref.rollout.tensor_model_parallel_size={parallel}: must divide the {heads} attention heads of "
-            f"{config.actor_rollout_ref.model.path}"
+            f"{config.model.path}"
         )
     head_dim = text.get("head_dim") or text.get("hidden_size", 0) // heads
     latent = any("lora_rank" in name or name.startswith("qk_") for name in text)  # multi-head latent attention
     if machine.device == "cpu" and not latent and isinstance(head_dim, int) and head_dim not in (0, *CPU_HEAD_SIZES):
-        model = config.actor_rollout_ref.model
+        model = config.model
         where = f"override_config.head_dim={head_dim}" if "head_dim" in model.override_config else f"path={model.path}"
         yield (
             f"{_MODEL}.{where}: its attention heads have size {head_dim}, and vLLM's CPU kernels take {', '.join(map(str, CPU_HEAD_SIZES))}; "
@@ -391,8 +391,7 @@ _OWN_POSITIONS = ("gpt2", "gptj", "opt", "bloom", "mpt", "codegen", "gpt_bigcode
 
 def _training_refuses(config: Config, settings: Settings) -> Problems:
     """Yield what keeps a policy with this config.json from being trained as configured."""
-    parts = config.actor_rollout_ref
-    actor, path, text = parts.actor, f"{_PATH}={parts.model.path}", settings.get("text_config") or settings
+    actor, path, text = config.actor, f"{_PATH}={config.model.path}", settings.get("text_config") or settings
     if (drops := _dropouts(settings)) and actor.use_prefix_grouper:
         listed = ", ".join(f"{name}={value:g}" for name, value in drops.items())
         yield (
@@ -425,14 +424,14 @@ def _training_refuses(config: Config, settings: Settings) -> Problems:
             f"of {path}, which the trainer's attention has not; at most {window}"
         )
     heads, sequence_ranks = text.get("num_attention_heads"), actor.ulysses_sequence_parallel_size
-    split = {_ACTOR: sequence_ranks, "actor_rollout_ref.ref": parts.ref.ulysses_sequence_parallel_size or 1}
+    split = {_ACTOR: sequence_ranks, "actor_rollout_ref.ref": config.ref.ulysses_sequence_parallel_size or 1}
     if not critic_has_own_model(config):
         split["critic"] = config.critic.ulysses_sequence_parallel_size
     for role, ranks in split.items():
         if isinstance(heads, int) and heads > 0 and heads % ranks:
             fits = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
             yield (
-                f"{role}.ulysses_sequence_parallel_size={ranks}: must divide the {heads} attention heads of {parts.model.path}, of "
+                f"{role}.ulysses_sequence_parallel_size={ranks}: must divide the {heads} attention heads of {config.model.path}, of "
                 f"which each rank computes its part; possible: {fits}"
             )
     if experts < 2:

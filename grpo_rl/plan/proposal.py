@@ -63,7 +63,7 @@ ROOMY = 0.8  # share of memory that the plan spends by itself
 
 def chosen_by_memory(plan: Plan) -> Changes:
     """Return values that the configuration leaves to the plan: kept activations and, on GPUs, head chunks."""
-    model = plan.config.actor_rollout_ref.model
+    model = plan.config.model
     if plan.machine.device == "cpu":
         keeping = {f"{M}.enable_gradient_checkpointing": False}
         leaves_it = plan.model is not None and plan.trains and model.enable_gradient_checkpointing is None
@@ -84,17 +84,17 @@ def _fits_on_cpus(plan: Plan, changes: Changes) -> bool:
 
 def propose_faster(plan: Plan, share: float = TIGHT) -> Proposal | None:
     """Return keys that spend memory, up to `share` of a GPU's, on shorter updates."""
-    judged, size, parts = fit_of(plan), plan.model, plan.config.actor_rollout_ref
+    judged, size, config = fit_of(plan), plan.model, plan.config
     if size is None or judged is None or not judged.fits or not plan.trains or not plan.role("actor"):
         return None
-    chunk = derived.lm_head_chunk(parts.model.lm_head_chunk_tokens, size.vocab)
+    chunk = derived.lm_head_chunk(config.model.lm_head_chunk_tokens, size.vocab)
     chunks: list[Changes] = [{f"{M}.lm_head_chunk_tokens": tokens} for tokens in CHUNKS if tokens > chunk]
     keeping: list[Changes] = []
-    if parts.model.enable_gradient_checkpointing is not False and not parts.model.enable_activation_offload:
+    if config.model.enable_gradient_checkpointing is not False and not config.model.enable_activation_offload:
         keeping = [{f"{M}.enable_gradient_checkpointing": False}]
     compiled: Changes = {}
     steps = plan.sizes.total_steps
-    if not parts.actor.fsdp_config.use_torch_compile and not size.experts_per_token and (steps is None or steps >= LONG_RUN):
+    if not config.actor.fsdp_config.use_torch_compile and not size.experts_per_token and (steps is None or steps >= LONG_RUN):
         compiled = {f"{A}.fsdp_config.use_torch_compile": True}
     for keeps, large in itertools.product([*keeping, {}], [*chunks, {}]):
         changes = keeps | large | compiled
@@ -169,12 +169,12 @@ def _by_cost(plan: Plan) -> list[Changes]:
 
 def _options(plan: Plan) -> Iterator[list[tuple[float, Changes]]]:
     """Yield each kind of change as a list, with costs that order by loss of speed."""
-    parts = plan.config.actor_rollout_ref
-    fsdp, model = parts.actor.fsdp_config, parts.model
+    config = plan.config
+    fsdp, model = config.actor.fsdp_config, config.model
     yield _smaller_passes(plan)
     if model.enable_gradient_checkpointing is False:
         yield [(1.5, {f"{M}.enable_gradient_checkpointing": True})]
-    if plan.role("reference") and not (parts.ref.fsdp_config.param_offload or parts.ref.fsdp_config.offload_policy):
+    if plan.role("reference") and not (config.ref.fsdp_config.param_offload or config.ref.fsdp_config.offload_policy):
         yield [(1, {f"{REF}.fsdp_config.param_offload": True})]
     if not fsdp.offload_policy:
         keys = {key: f"{A}.fsdp_config.{key}" for key in ("optimizer_offload", "param_offload")}
@@ -182,7 +182,7 @@ def _options(plan: Plan) -> Iterator[list[tuple[float, Changes]]]:
         cleared = {path: False for key, path in keys.items() if getattr(fsdp, key)}
         policy = {**cleared, f"{A}.fsdp_config.offload_policy": True}
         yield [(2, dict(list(offloads.items())[:1])), (3, offloads), (8, policy)]
-    if parts.rollout.free_cache_engine is False and plan.colocated:
+    if config.rollout.free_cache_engine is False and plan.colocated:
         yield [(1, {f"{R}.free_cache_engine": True})]
     if not model.enable_activation_offload:
         recomputed = model.enable_gradient_checkpointing is not False
@@ -192,7 +192,7 @@ def _options(plan: Plan) -> Iterator[list[tuple[float, Changes]]]:
 
 def _smaller_passes(plan: Plan) -> list[tuple[float, Changes]]:
     """Return halves of the configured micro-batch, down to one sequence."""
-    rule, actor = plan.passes.update, plan.config.actor_rollout_ref.actor
+    rule, actor = plan.passes.update, plan.config.actor
     key, value, least = "ppo_micro_batch_size_per_gpu", actor.ppo_micro_batch_size_per_gpu or 1, 1
     if rule.max_tokens is not None:
         key, value = "ppo_max_token_len_per_gpu", rule.max_tokens // rule.sequence_ranks

@@ -104,7 +104,7 @@ def _setting(config: Config, plan: Plan) -> Rows:
     described = f", {size.architecture} with {_params(size.num_params)} parameters" if size else ""
     if size and size.experts:
         described += f", {_params(size.active_params)} of them for each token"
-    yield "model", config.actor_rollout_ref.model.path + described
+    yield "model", config.model.path + described
     rows = plan.sizes.num_train_rows
     if plan.trains:
         yield "data", ", ".join(config.data.train_files) + ("" if rows is None else f": {rows:,} rows")
@@ -117,7 +117,7 @@ def _setting(config: Config, plan: Plan) -> Rows:
 
 
 def _collection(sampling: Plan, pairs: bool) -> str:
-    n, rejection = sampling.config.actor_rollout_ref.rollout.n, sampling.config.algorithm.rejection
+    n, rejection = sampling.config.rollout.n, sampling.config.algorithm.rejection
     conditions = [f"those with a reward of {rejection.min_reward:g} or more", *["each once"] * rejection.deduplicate]
     if rejection.max_per_prompt is not None:
         conditions.append(f"at most {rejection.max_per_prompt} to a prompt")
@@ -192,12 +192,12 @@ def _roles(config: Config, plan: Plan) -> Rows:
     summed = describe_models(config) if by_model else [*functions, *describe_models(config)]
     unsummed = f" alone; beside it {' + '.join(functions)}" if by_model else ""
     yield "reward", f"{' + '.join(summed)}{unsummed}{rules}; failures {failed}"
-    played_in = _processes(scoring, config.actor_rollout_ref.rollout.multi_turn.environment.num_workers)
+    played_in = _processes(scoring, config.rollout.multi_turn.environment.num_workers)
     yield from describe_roles(config, scoring.num_workers("reward_model"), played_in)
 
 
 def _adapters(config: Config, plan: Plan) -> str:
-    model = config.actor_rollout_ref.model
+    model = config.model
     if not model.lora_rank:
         return ""
     number = "" if plan.model is None else f" ({_params(adapter_params(model, plan.model))} parameters)"
@@ -226,7 +226,7 @@ def _engines(plan: Plan, engine: EngineSpec) -> str:
 
 
 def _step(config: Config, plan: Plan) -> Rows:
-    data, actor, sizes = config.data, config.actor_rollout_ref.actor, plan.sizes
+    data, actor, sizes = config.data, config.actor, plan.sizes
     if plan.role("actor") is None or is_offline(config):
         scorer, cut = config.reward.reward_model, _micro_batches(plan)
         if plan.role("actor") is None:
@@ -242,7 +242,7 @@ def _step(config: Config, plan: Plan) -> Rows:
         yield "update", f"1 optimizer step, on {places}"
         yield "micro-batch", "; ".join(cut)
         return
-    n = config.actor_rollout_ref.rollout.n
+    n = config.rollout.n
     greedy = ", and a greedy one to compare with" if "baselines" in plan.advantage_needs else ""
     yield (
         "sample",
@@ -324,7 +324,7 @@ def _selection(config: Config) -> Rows:
             f"groups in which at most {config.algorithm.replay.max_success:.3g} of the responses have the highest reward, for {_count(age, 'step')}, "
             "in place of groups without a signal",
         )
-    if (function := config.actor_rollout_ref.rollout.function) is not None:
+    if (function := config.rollout.function) is not None:
         yield "rollouts", f"those that {function} makes of a batch of prompts"
     if data.curriculum is not None:
         yield "curriculum", f"{data.curriculum} chooses the prompts that come next"
@@ -347,7 +347,7 @@ def _ratio(plan: Plan) -> str:
 
 
 def _axes(config: Config, plan: Plan) -> str:
-    fsdp, sequence_ranks = config.actor_rollout_ref.actor.fsdp_config, plan.passes.update.sequence_ranks
+    fsdp, sequence_ranks = config.actor.fsdp_config, plan.passes.update.sequence_ranks
     parts = []
     if 0 < fsdp.fsdp_size < plan.world_size:
         parts.append(f"sharded over {fsdp.fsdp_size}, {plan.world_size // fsdp.fsdp_size} replicas")
@@ -413,9 +413,9 @@ def _objective(config: Config, plan: Plan) -> Rows:
         yield "old policy", "the engine's own log-probs (rollout_correction.bypass_mode)"
     if algorithm.mask_truncated:
         yield "trained", "only responses that were not cut off"
-    entropy = config.actor_rollout_ref.actor.adaptive_entropy
+    entropy = config.actor.adaptive_entropy
     if entropy.enable:
-        start = config.actor_rollout_ref.actor.entropy_coeff
+        start = config.actor.entropy_coeff
         yield "entropy", f"coefficient from {start:g} by {entropy.delta:g} a step towards H = {entropy.target:g}; 0 above it"
     for line in plan.objective.formula().splitlines():
         name, _, value = line.partition("=")
@@ -452,7 +452,7 @@ def _data_source(plan: Plan) -> str:
     kind = plan.rows or ("pairs" if plan.objective.needs_pairs else "answers")
     if config.data.responses == "rows":
         return f"the {kind} that stand in the rows (data.responses=rows)"
-    n = (plan.collection or plan).config.actor_rollout_ref.rollout.n
+    n = (plan.collection or plan).config.rollout.n
     sampled = f"{n} responses to each prompt, sampled by"
     if plan.objective.needs_pairs:
         sampled = f"the best and the worst of {sampled}"
@@ -593,7 +593,7 @@ def _schedules(plan: Plan) -> Rows:
 def _notes(composed: Composed, plan: Plan) -> Rows:
     """Yield what may surprise, and what was given and means nothing in this run, so that nothing is ignored without a word."""
     config, machine, total = plan.config, plan.machine, plan.sizes.total_steps
-    optim = config.actor_rollout_ref.actor.optim if plan.role("actor") else config.reward.reward_model.train.optim
+    optim = config.actor.optim if plan.role("actor") else config.reward.reward_model.train.optim
     notes = []
     if machine.device == "cpu" and plan.world_size > machine.num_cpus:
         notes.append(

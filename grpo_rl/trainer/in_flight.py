@@ -121,7 +121,7 @@ class InFlight:
         return DataError(self.selection.too_few(num_ready, num_ready + len(self._untrained), self._num_draws) + more)
 
     def _ask(self, new: list[Group]) -> None:
-        session, n = self.session, self.session.config.actor_rollout_ref.rollout.n
+        session, n = self.session, self.session.config.rollout.n
         size = n + session.samples_greedily
         for batch in dict.fromkeys(group.batch for group in new):
             groups, version = [group for group in new if group.batch == batch], session.rollout.version

@@ -177,7 +177,7 @@ def is_due(step: int, frequency: int) -> bool:
 
 def training_sampling(config: Config, step: int) -> Sampling:
     """The seed depends on the step; the rollout pool mixes in prompt and sample."""
-    rollout = config.actor_rollout_ref.rollout
+    rollout = config.rollout
     return Sampling(
         max_tokens=config.data.max_response_length,
         temperature=rollout.temperature,
@@ -192,7 +192,7 @@ def training_sampling(config: Config, step: int) -> Sampling:
 
 def validation_sampling(config: Config) -> Sampling:
     """Return sampling as `rollout.val_kwargs` says, and else as in training."""
-    values = config.actor_rollout_ref.rollout.val_kwargs
+    values = config.rollout.val_kwargs
     return dataclasses.replace(
         training_sampling(config, -1),
         temperature=values.temperature if values.do_sample else 0.0,

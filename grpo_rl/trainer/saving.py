@@ -32,7 +32,7 @@ class Saving:
 
     def __init__(self, config: Config, roles: Roles, output: Output) -> None:
         self.trainer = config.trainer
-        checkpoint = config.actor_rollout_ref.actor.checkpoint
+        checkpoint = config.actor.checkpoint
         self.in_background = checkpoint.async_save
         self.output = output
         self.exported = (roles.actor or roles.reward_model) if "hf_model" in checkpoint.save_contents else None

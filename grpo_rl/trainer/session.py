@@ -93,14 +93,14 @@ class Session:
         self.pair_replay: PairReplay | None = None
         algorithm, iterate = config.algorithm, config.trainer.iterate
         if algorithm.replay.max_age and train_data is not None:
-            num_responses = config.actor_rollout_ref.rollout.n
+            num_responses = config.rollout.n
             self.replay = GroupReplay(algorithm.replay, config.data.train_batch_size, num_responses)
             roles.replays.append(self.replay)
         if is_iterated(config) and roles.reward_model is not None:
             self.pair_replay = PairReplay(iterate.replay_pairs, iterate.replay_share, config.trainer.seed)
             roles.replays.append(self.pair_replay)
         factors = {} if roles.rewarder is None else roles.rewarder.factors
-        of_turns = config.actor_rollout_ref.rollout.multi_turn.enable
+        of_turns = config.rollout.multi_turn.enable
         self.advantage = Advantage(algorithm, factors, of_turns=of_turns)
         self.samples_greedily = "baselines" in self.advantage.needs
         """True if each prompt's responses are followed by its greedy one."""
@@ -207,7 +207,7 @@ class Session:
         A greedy response follows if the estimator needs one. `rollout.function` makes the rollouts unless n
         or the sampling are given.
         """
-        function = self.config.actor_rollout_ref.rollout.function
+        function = self.config.rollout.function
         if function is not None and n is None and sampling is None:
             with self._timer("gen"):
                 return self.sampler.played(function, prompts)
@@ -288,7 +288,7 @@ class Session:
         `in_order`: batches take the first groups that were drawn. Raises DataError as `next_prompts` and
         `select`.
         """
-        if (function := self.config.actor_rollout_ref.rollout.function) is not None:
+        if (function := self.config.rollout.function) is not None:
             raise ValueError(
                 f"submit() samples single responses, and rollout.function={function} makes whole batches: use sample()"
             )
@@ -494,7 +494,7 @@ class Session:
             with timer("testing"):
                 metrics |= self.rows.measure()
         if self.val_data is not None:
-            n = self.config.actor_rollout_ref.rollout.val_kwargs.n
+            n = self.config.rollout.val_kwargs.n
             prompts = [self.val_data.prompt(row, f"val-{row}") for row in range(len(self.val_data))]
             with timer("testing"), console.progress("validating", len(prompts) * n, keep=False) as bar:
                 if self.roles.actor is not None:
@@ -533,7 +533,7 @@ class Session:
             return state
         state |= {"sampler": self.selection.state_dict(), "advantage": self.advantage.kl_controller.state_dict()}
         state["num_rows"] = len(self.selection.data)
-        if self.config.actor_rollout_ref.rollout.function is not None:
+        if self.config.rollout.function is not None:
             state["rollout_function"] = self.sampler.state
         return state if self._flight is None else state | {"groups": self._flight.state_dict()}
 

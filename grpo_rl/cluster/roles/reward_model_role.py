@@ -179,7 +179,7 @@ class ModelRewards:
         model_alone = self._plan.reward.model_alone
         if not self._plan.plays_episodes:
             return CombinedRewarder(rules, models, self._config, models_alone=model_alone)
-        episodes, every_turn = self._plan.config.actor_rollout_ref.rollout.multi_turn, "states" in self._plan.advantage_needs
+        episodes, every_turn = self._plan.config.rollout.multi_turn, "states" in self._plan.advantage_needs
         return EpisodeRewarder(rules, models, self._config, episodes, models_alone=model_alone, every_turn=every_turn)
 
 

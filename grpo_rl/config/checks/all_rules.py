@@ -72,7 +72,7 @@ def _options(config: Config) -> Problems:
 
 
 def _training(config: Config) -> Problems:
-    algorithm, actor, model = config.algorithm, config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+    algorithm, actor, model = config.algorithm, config.actor, config.model
     if algorithm.use_kl_in_reward and actor.use_kl_loss:
         yield (
             f"algorithm.use_kl_in_reward=true: the KL is in the loss already ({_A}.use_kl_loss=true, the default); set "
@@ -81,7 +81,7 @@ def _training(config: Config) -> Problems:
     for key in (f"{_A}.optim", "critic.optim", f"{_SCORER}.train.optim"):
         if len(betas := value_of(config, f"{key}.betas")) != 2:
             yield f"{key}.betas={show(betas)}: must be two numbers >= 0 and < 1, e.g. [0.9,0.999]"
-    if algorithm.filter_groups.enable and config.actor_rollout_ref.rollout.n == 1:
+    if algorithm.filter_groups.enable and config.rollout.n == 1:
         yield f"algorithm.filter_groups.enable=true: a group of one response never has a signal, and {_R}.n=1; usual is 5 to 16"
     if model.lora_rank and derived.is_iterated(config):
         yield f"{_M}.lora_rank={model.lora_rank}: trainer.schedule=iterate moves the reference, which under adapters is the base model"
@@ -95,7 +95,7 @@ def _training(config: Config) -> Problems:
 
 
 def _sampling(config: Config) -> Problems:
-    rollout, trainer, values = config.actor_rollout_ref.rollout, config.trainer, config.actor_rollout_ref.rollout.val_kwargs
+    rollout, trainer, values = config.rollout, config.trainer, config.rollout.val_kwargs
     validates = bool(config.data.val_files or config.data.val_prompt_files)
     for key, top_k in ((_R, rollout.top_k), (f"{_R}.val_kwargs", values.top_k if validates else -1)):
         if top_k == 0:
@@ -140,7 +140,7 @@ def _rewards(config: Config) -> Problems:
 
 
 def _episodes(config: Config) -> Problems:
-    turns = config.actor_rollout_ref.rollout.multi_turn
+    turns = config.rollout.multi_turn
     if not turns.enable:
         return
     if turns.environment.name is None and turns.interaction_config_path is None and not (turns.tools or turns.tool_config_path):
@@ -152,16 +152,16 @@ def _episodes(config: Config) -> Problems:
         yield f"{_TURNS}.interaction_config_path: names an environment, as environment.name={turns.environment.name} does; keep one"
     if derived.collects(config):
         yield f"{_TURNS}.enable=true: data.responses=initial_policy keeps single responses; data.responses=policy"
-    if config.actor_rollout_ref.rollout.ignore_eos:
+    if config.rollout.ignore_eos:
         yield f"{_TURNS}.enable=true: with {_R}.ignore_eos=true no turn would ever end; leave that out"
 
 
 def _schedule(config: Config) -> Problems:
     loss, schedule, data, n = (
-        config.actor_rollout_ref.actor.policy_loss.loss_mode,
+        config.actor.policy_loss.loss_mode,
         config.trainer.schedule,
         config.data,
-        config.actor_rollout_ref.rollout.n,
+        config.rollout.n,
     )
     offline, pairs = derived.is_offline(config), derived.trains_pairs(config)
     if pairs and loss in derived.LABEL_LOSSES and data.responses != "rows":
@@ -185,8 +185,8 @@ def _schedule(config: Config) -> Problems:
     if derived.overlaps(config):
         yield from _overlapping(config)
     yield from _old_samples(config)
-    if config.actor_rollout_ref.rollout.function is not None and not offline:
-        key = f"{_R}.function={config.actor_rollout_ref.rollout.function}"
+    if config.rollout.function is not None and not offline:
+        key = f"{_R}.function={config.rollout.function}"
         if derived.plays_episodes(config):
             yield f"{key}: makes the rollouts, and so does {_R}.multi_turn.enable=true; give one of them"
         if derived.overlaps(config):
@@ -204,7 +204,7 @@ def _old_samples(config: Config) -> Problems:
         )
     if not config.algorithm.replay.max_age:
         return
-    rollout, obstacle = config.actor_rollout_ref.rollout, ""
+    rollout, obstacle = config.rollout, ""
     if derived.plays_episodes(config):
         obstacle = "episodes of several turns"
     elif config.distillation.enabled:
@@ -240,8 +240,8 @@ def _iterated(config: Config) -> Problems:
         yield f"trainer.critic_warmup={config.trainer.critic_warmup}: counts first steps, which with {key} may be the reward model's"
     if config.trainer.iterate.reward_model_steps == 0:
         return
-    if config.actor_rollout_ref.rollout.n < 2:
-        yield f"{_R}.n={config.actor_rollout_ref.rollout.n}: {key} compares the best and the worst of a group; 2 or more"
+    if config.rollout.n < 2:
+        yield f"{_R}.n={config.rollout.n}: {key} compares the best and the worst of a group; 2 or more"
     if scorer.step_separator is not None or scorer.train.loss != "bradley_terry":
         yield (
             f"{key}: trains the reward model on pairs of whole responses; leave out {_SCORER}.step_separator and train.loss, or set "
@@ -283,22 +283,22 @@ def _divisors(number: int) -> str:
 def _passes(config: Config) -> Problems:
     for prefix, of in ((f"{_A}.", "ppo_"), ("critic.", "ppo_"), (f"{_REF}.log_prob_", ""), (f"{_R}.log_prob_", "")):
         key, sizes = f"{prefix}use_dynamic_bsz", f"{prefix}{of}micro_batch_size_per_gpu"
-        is_told = value_of(config, sizes) or config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
+        is_told = value_of(config, sizes) or config.actor.ppo_micro_batch_size_per_gpu
         if value_of(config, key) is False and not is_told:
             yield f"{key}=false: needs {sizes}, the rollouts per forward pass"
 
 
 def _lengths(config: Config) -> Problems:
     sampled = config.data.max_prompt_length + config.data.max_response_length
-    trained, parts, critic = derived.longest_sequence(config), config.actor_rollout_ref, config.critic
-    rollout, sequence_ranks = parts.rollout, parts.actor.ulysses_sequence_parallel_size
+    trained, actor, critic = derived.longest_sequence(config), config.actor, config.critic
+    rollout, sequence_ranks = config.rollout, actor.ulysses_sequence_parallel_size
     scorer = config.reward.reward_model
     scores = scorer.enable or derived.trains_only_reward_model(config)
     by_tokens = derived.pass_rule(config, "actor").max_tokens is not None
     budgets = {
-        f"{_A}.ppo_max_token_len_per_gpu": (parts.actor.ppo_max_token_len_per_gpu if by_tokens else None, sequence_ranks),
+        f"{_A}.ppo_max_token_len_per_gpu": (actor.ppo_max_token_len_per_gpu if by_tokens else None, sequence_ranks),
         f"{_REF}.log_prob_max_token_len_per_gpu": (
-            parts.ref.log_prob_max_token_len_per_gpu,
+            config.ref.log_prob_max_token_len_per_gpu,
             derived.pass_rule(config, "ref").sequence_ranks,
         ),
         f"{_R}.log_prob_max_token_len_per_gpu": (rollout.log_prob_max_token_len_per_gpu, sequence_ranks),
@@ -342,7 +342,7 @@ def _gpus(config: Config, machine: Machine) -> Problems:
 
 
 def _engines(config: Config, machine: Machine) -> Problems:
-    rollout, colocated = config.actor_rollout_ref.rollout, derived.is_colocated(config)
+    rollout, colocated = config.rollout, derived.is_colocated(config)
     (nodes, per_node), parallel = machine.devices(config, "rollout"), rollout.tensor_model_parallel_size
     spans = derived.nodes_per_engine(config, machine)
     across = rollout.name == "vllm" and machine.device == "cuda" and parallel == spans * per_node and nodes % spans == 0
@@ -379,7 +379,6 @@ def _engines(config: Config, machine: Machine) -> Problems:
 
 
 def _ranks(config: Config, ranks: int) -> Problems:
-    parts = config.actor_rollout_ref
     keys = [f"{role}.ulysses_sequence_parallel_size" for role in (_A, _REF, "critic")]
     # As in verl, a group larger than all ranks is all ranks.
     fsdp = {key: value_of(config, key).fsdp_size for key in (f"{_A}.fsdp_config", f"{_REF}.fsdp_config", "critic.fsdp")}
@@ -387,12 +386,12 @@ def _ranks(config: Config, ranks: int) -> Problems:
     for key, size in (sizes | {f"{key}.fsdp_size": size for key, size in fsdp.items() if 0 < size < ranks}).items():
         if ranks % size:
             yield f"{key}={size}: must divide the {ranks} ranks, trainer.nnodes x n_gpus_per_node; possible: {_divisors(ranks)}"
-    if derived.is_iterated(config) and parts.ref.fsdp_config.fsdp_size != parts.actor.fsdp_config.fsdp_size:
+    if derived.is_iterated(config) and config.ref.fsdp_config.fsdp_size != config.actor.fsdp_config.fsdp_size:
         yield (
-            f"{_REF}.fsdp_config.fsdp_size={parts.ref.fsdp_config.fsdp_size}: with trainer.schedule=iterate the reference takes over "
-            f"the actor's shards, and needs the same groups; set {_A}.fsdp_config.fsdp_size={parts.actor.fsdp_config.fsdp_size} for both"
+            f"{_REF}.fsdp_config.fsdp_size={config.ref.fsdp_config.fsdp_size}: with trainer.schedule=iterate the reference takes over "
+            f"the actor's shards, and needs the same groups; set {_A}.fsdp_config.fsdp_size={config.actor.fsdp_config.fsdp_size} for both"
         )
-    groups, mini, n = ranks // parts.actor.ulysses_sequence_parallel_size, parts.actor.ppo_mini_batch_size, parts.rollout.n
+    groups, mini, n = ranks // config.actor.ulysses_sequence_parallel_size, config.actor.ppo_mini_batch_size, config.rollout.n
     if mini * n < groups:
         yield (
             f"{_A}.ppo_mini_batch_size={mini}: with rollout.n={n} it makes {mini * n} rollouts, fewer than the {groups} actor ranks "

@@ -62,7 +62,7 @@ HF_ALLOWED: dict[str, tuple[str, ...]] = {
 
 def problems(config: Config) -> Problems:
     """Yield a line for each argument of the chosen engine that may not pass."""
-    rollout = config.actor_rollout_ref.rollout
+    rollout = config.rollout
     arguments = rollout.engine_kwargs.get(rollout.name)
     if arguments is None:
         return

@@ -79,7 +79,7 @@ def _data_file(file: str, *, elsewhere: bool) -> str | None:
 
 
 def _models(config: Config) -> Problems:
-    model, scorer = config.actor_rollout_ref.model, config.reward.reward_model
+    model, scorer = config.model, config.reward.reward_model
     scorer_only, own_tokenizer = (
         derived.trains_only_reward_model(config),
         f"{_MODEL}.tokenizer_path",
@@ -158,7 +158,7 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def allows_code(config: Config) -> list[str]:
-    model, scorer = config.actor_rollout_ref.model, config.reward.reward_model
+    model, scorer = config.model, config.reward.reward_model
     allowed = {OWN_CODE: model.trust_remote_code, SCORER_CODE: scorer.trust_remote_code}
     return [key for key, is_allowed in allowed.items() if is_allowed]
 

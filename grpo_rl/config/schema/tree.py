@@ -27,3 +27,20 @@ class Config:
     trainer: TrainerConfig = field(TrainerConfig)
     global_profiler: GlobalProfilerConfig = field(GlobalProfilerConfig)
     ray_kwargs: RayConfig = field(RayConfig)
+
+    @property
+    def model(self) -> ModelConfig:
+        """The policy's: verl has one group for its model, actor, rollout and reference."""
+        return self.actor_rollout_ref.model
+
+    @property
+    def actor(self) -> ActorConfig:
+        return self.actor_rollout_ref.actor
+
+    @property
+    def rollout(self) -> RolloutConfig:
+        return self.actor_rollout_ref.rollout
+
+    @property
+    def ref(self) -> RefConfig:
+        return self.actor_rollout_ref.ref
