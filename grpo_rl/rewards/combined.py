@@ -35,21 +35,39 @@ class ModelReward(Protocol):
     def close(self) -> None: ...
 
 
+SOLVED = "solved"
+"""Becomes the part `acc`: 1 if the episode reached its goal."""
+TRUNCATION = "truncation"
+
+
 class CombinedRewarder:
     """Formula: reward = sum of the rules + sum of weight * score over the models; so are steps of a model.
 
-    With `models_alone` (iterated training) the rules' reward is no summand but the part `by-rule`.
+    With `models_alone` (iterated training) the rules' reward is no summand but the part `by-rule`. Of episodes
+    the reward is that sum + weight * Σ_t γ^t r_t - penalty; γ is multi_turn.turn_discount. Their steps are the
+    turns with a reward r_t, weight * r_t each; the last has what is given for the whole too.
     """
 
     def __init__(
-        self, rules: Rewarder | None, models: Sequence[ModelReward], config: RewardConfig, *, models_alone: bool = False
+        self,
+        rules: Rewarder | None,
+        models: Sequence[ModelReward],
+        config: RewardConfig,
+        *,
+        models_alone: bool = False,
+        episodes: MultiTurnConfig | None = None,
+        every_turn: bool = False,
     ) -> None:
+        """With `every_turn`, turns without a reward are steps, too."""
         self.rules = rules
         self.config = config
         self.models = list(models)
         self.models_alone = models_alone
         counted = {RULE: 0.0} if models_alone else {} if rules is None else rules.factors
         self.factors = dict(counted) | {model.name: model.weight for model in models}
+        self._episodes, self._every_turn, self._has_outcome = episodes, every_turn, bool(self.factors)
+        if episodes is not None:
+            self.factors[ENVIRONMENT] = episodes.environment.reward_weight
 
     def submit(self, rollout: Rollout) -> None:
         if self.rules is not None:
@@ -86,12 +104,48 @@ class CombinedRewarder:
                 else:
                     _add(rollout, model, result)
         fail_beyond_float32(rollouts, self.config)
+        if self._episodes is not None:
+            for rollout in rollouts:
+                if rollout.episode is not None:
+                    self._score_episode(rollout, rollout.episode, self._episodes)
+            fail_beyond_float32(rollouts, self.config)
         stop_where_due(rollouts, self.config)
         return list(rollouts)
 
     def close(self) -> None:
         for model in self.models:
             model.close()
+
+    def _score_episode(self, rollout: Rollout, episode: Episode, config: MultiTurnConfig) -> None:
+        if rollout.failure is not None:
+            rollout.steps = self._steps(episode, rollout.reward, weight=0.0)
+            return
+        assert rollout.reward is not None
+        score, weight = episode.score(config.turn_discount), config.environment.reward_weight
+        of_whole = rollout.reward
+        rollout.reward_parts = {**rollout.reward_parts, ENVIRONMENT: score}
+        if SOLVED in episode.info:  # what validation reports, in place of the reward
+            rollout.reward_parts["acc"] = episode.info[SOLVED]
+        rule = getattr(config.truncation, episode.ended) if episode.ended in TRUNCATED else "keep"
+        if rule == "punish":
+            of_whole -= config.truncation.penalty
+            rollout.reward_parts[TRUNCATION] = -config.truncation.penalty
+        rollout.reward = of_whole + weight * score
+        rollout.masked = rule == "mask"
+        rollout.steps = self._steps(episode, of_whole if self._has_outcome or rule == "punish" else None, weight)
+        if rule == "drop":
+            rollout.reward, rollout.failure = None, f"truncated_{episode.ended}"
+            rollout.failure_cause = (
+                f"the episode ended by its limit on {episode.ended} (multi_turn.truncation.{episode.ended}=drop)"
+            )
+
+    def _steps(self, episode: Episode, of_whole: float | None, weight: float) -> tuple[tuple[int, float], ...]:
+        turns = [turn for turn in episode.turns if turn.length]
+        rewards = {turn.end - 1: weight * (turn.reward or 0.0) for turn in turns if self._every_turn or turn.reward is not None}
+        if turns and of_whole is not None:
+            end = turns[-1].end - 1
+            rewards[end] = rewards.get(end, 0.0) + of_whole
+        return tuple(rewards.items())
 
 
 def fail(rollout: Rollout, kind: str, cause: str | None, config: RewardConfig) -> None:
@@ -188,70 +242,3 @@ def describe_roles(config: Config, num_ranks: int, played_in: str) -> Iterator[t
 
 def describe_models(config: Config) -> list[str]:
     return [name if weight == 1 else f"{weight:g}*{name}" for name, weight in model_factors(config).items()]
-
-
-SOLVED = "solved"
-"""Becomes the part `acc`: 1 if the episode reached its goal."""
-TRUNCATION = "truncation"
-
-
-class EpisodeRewarder(CombinedRewarder):
-    """Formula: reward = functions and models + weight * Σ_t γ^t r_t - penalty; γ is multi_turn.turn_discount.
-
-    Steps are the turns with a reward r_t, weight * r_t each; the last has what is given for the whole too.
-    """
-
-    def __init__(
-        self,
-        rules: Rewarder | None,
-        models: Sequence[ModelReward],
-        config: RewardConfig,
-        episodes: MultiTurnConfig,
-        *,
-        models_alone: bool = False,
-        every_turn: bool = False,
-    ) -> None:
-        """With `every_turn`, turns without a reward are steps, too."""
-        super().__init__(rules, models, config, models_alone=models_alone)
-        self._episodes, self._every_turn, self._has_outcome = episodes, every_turn, bool(self.factors)
-        self._weight = self.factors[ENVIRONMENT] = episodes.environment.reward_weight
-
-    def wait(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        scored = super().wait(rollouts)
-        for rollout in scored:
-            if rollout.episode is not None:
-                self._score(rollout, rollout.episode)
-        fail_beyond_float32(scored, self.config)
-        stop_where_due(scored, self.config)
-        return scored
-
-    def _score(self, rollout: Rollout, episode: Episode) -> None:
-        if rollout.failure is not None:
-            rollout.steps = self._steps(episode, rollout.reward, weight=0.0)
-            return
-        assert rollout.reward is not None
-        score = episode.score(self._episodes.turn_discount)
-        of_whole = rollout.reward
-        rollout.reward_parts = {**rollout.reward_parts, ENVIRONMENT: score}
-        if SOLVED in episode.info:  # what validation reports, in place of the reward
-            rollout.reward_parts["acc"] = episode.info[SOLVED]
-        rule = getattr(self._episodes.truncation, episode.ended) if episode.ended in TRUNCATED else "keep"
-        if rule == "punish":
-            of_whole -= self._episodes.truncation.penalty
-            rollout.reward_parts[TRUNCATION] = -self._episodes.truncation.penalty
-        rollout.reward = of_whole + self._weight * score
-        rollout.masked = rule == "mask"
-        rollout.steps = self._steps(episode, of_whole if self._has_outcome or rule == "punish" else None, self._weight)
-        if rule == "drop":
-            rollout.reward, rollout.failure = None, f"truncated_{episode.ended}"
-            rollout.failure_cause = (
-                f"the episode ended by its limit on {episode.ended} (multi_turn.truncation.{episode.ended}=drop)"
-            )
-
-    def _steps(self, episode: Episode, of_whole: float | None, weight: float) -> tuple[tuple[int, float], ...]:
-        turns = [turn for turn in episode.turns if turn.length]
-        rewards = {turn.end - 1: weight * (turn.reward or 0.0) for turn in turns if self._every_turn or turn.reward is not None}
-        if turns and of_whole is not None:
-            end = turns[-1].end - 1
-            rewards[end] = rewards.get(end, 0.0) + of_whole
-        return tuple(rewards.items())

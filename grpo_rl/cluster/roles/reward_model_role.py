@@ -19,7 +19,7 @@ from grpo_rl.models.heads import load_score_config
 from grpo_rl.models.load import load_tokenizer
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.protocols import Rewarder
-from grpo_rl.rewards.combined import REWARD_MODEL, CombinedRewarder, EpisodeRewarder, ModelReward
+from grpo_rl.rewards.combined import REWARD_MODEL, CombinedRewarder, ModelReward
 from grpo_rl.rewards.contract import Outcome, RewardFailure, RewardResult
 from grpo_rl.rewards.models.rendering import Scorable, ScorableRenderer, tokenizer_for
 from grpo_rl.rewards.steps import Decode
@@ -176,11 +176,14 @@ class ModelRewards:
             models.append(self._model(scorers))
         if judge is not None:
             models.append(judge)
-        model_alone = self._plan.reward.model_alone
-        if not self._plan.plays_episodes:
-            return CombinedRewarder(rules, models, self._config, models_alone=model_alone)
-        episodes, every_turn = self._plan.config.rollout.multi_turn, "states" in self._plan.advantage_needs
-        return EpisodeRewarder(rules, models, self._config, episodes, models_alone=model_alone, every_turn=every_turn)
+        return CombinedRewarder(
+            rules,
+            models,
+            self._config,
+            models_alone=self._plan.reward.model_alone,
+            episodes=self._plan.config.rollout.multi_turn if self._plan.plays_episodes else None,
+            every_turn="states" in self._plan.advantage_needs,
+        )
 
 
 def _prepare(plan: Plan, folder: str, tokenizer: Any, decode: Decode) -> Callable[[WorkerGroup], RewardModelRole]:

@@ -11,7 +11,7 @@ from grpo_rl.config.schema.model import EnvironmentConfig, MultiTurnConfig, Trun
 from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.data.collate import collate
 from grpo_rl.errors import RewardError
-from grpo_rl.rewards.combined import EpisodeRewarder
+from grpo_rl.rewards.combined import CombinedRewarder
 from grpo_rl.rewards.compose import sample_of
 from grpo_rl.trainer.metrics import episode_metrics, rollout_metrics
 from grpo_rl.types import Episode, PlayedTurn, Prompt, Rollout
@@ -45,7 +45,7 @@ def episode_of(
     return Rollout(prompt, sample, list(range(length)), np.zeros(length), "stop", ((0, 2 * len(rewards)),), episode=episode)
 
 
-def rewarder(outcome: float | None = None, discount: float = 1.0, weight: float = 1.0, reward: RewardConfig | None = None, **rules: Any) -> EpisodeRewarder:  # fmt: skip
+def rewarder(outcome: float | None = None, discount: float = 1.0, weight: float = 1.0, reward: RewardConfig | None = None, **rules: Any) -> CombinedRewarder:  # fmt: skip
     reward = reward or RewardConfig(functions=[])
     config = MultiTurnConfig(
         enable=True,
@@ -53,7 +53,7 @@ def rewarder(outcome: float | None = None, discount: float = 1.0, weight: float 
         environment=EnvironmentConfig(reward_weight=weight),
         truncation=TruncationConfig(**rules),
     )
-    return EpisodeRewarder(None if outcome is None else Outcome(outcome), [], reward, config)
+    return CombinedRewarder(None if outcome is None else Outcome(outcome), [], reward, episodes=config)
 
 
 def test_turns_and_outcome_add_up_and_the_turns_are_the_steps() -> None:
@@ -66,7 +66,7 @@ def test_turns_and_outcome_add_up_and_the_turns_are_the_steps() -> None:
     assert (only_outcome.reward, only_outcome.steps) == (10.0, ((6, 10.0),))
     (neither,) = rewarder().wait([episode_of(None, None)])
     assert (neither.reward, neither.steps) == (0.0, ())
-    every = EpisodeRewarder(None, [], RewardConfig(), MultiTurnConfig(), every_turn=True)
+    every = CombinedRewarder(None, [], RewardConfig(), episodes=MultiTurnConfig(), every_turn=True)
     assert every.wait([episode_of(1.0, None, 0.5)])[0].steps == ((1, 1.0), (6, 0.0), (11, 0.5))
     assert rewarder(outcome=1.0, weight=0.5).factors == {"rule": 1.0, "environment": 0.5}
 
