@@ -65,15 +65,15 @@ def _call(value: Any, number: int) -> ToolCall:
     if isinstance(value, str):
         value = _json(value)
     if not isinstance(value, Mapping):
-        raise ValueError(f"a tool call is a JSON object with name and arguments, not {_short(value)}")
+        raise ValueError(f"a tool call is a JSON object with name and arguments, not {value!r:.60}")
     name = value.get("name")
     if not isinstance(name, str) or not name:
-        raise ValueError(f"the tool call {_short(value)} has no name")
+        raise ValueError(f"the tool call {value!r:.60} has no name")
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):  # OpenAI's form: JSON inside of JSON
         arguments = _json(arguments)
     if not isinstance(arguments, Mapping):
-        raise ValueError(f"the arguments of {name} are {_short(arguments)}, not a JSON object")
+        raise ValueError(f"the arguments of {name} are {arguments!r:.60}, not a JSON object")
     return ToolCall(name, dict(arguments), f"call{number:05d}")  # Mistral's templates want nine letters and digits
 
 
@@ -115,11 +115,6 @@ def _json(text: str) -> Any:
 
 def _cause(error: Exception) -> str:
     return "it is nested too deep" if isinstance(error, RecursionError) else str(error)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def argument_problem(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:

@@ -89,7 +89,7 @@ class CombinedRewarder:
             if self.rules is None:
                 rollout.reward, rollout.reward_parts, rollout.failure, rollout.failure_cause = 0.0, {}, None, None
             if rollout.episode is not None and rollout.episode.failure is not None:
-                fail(rollout, rollout.episode.failure, rollout.episode.failure_cause, self.config)
+                fail(rollout, RewardFailure(rollout.episode.failure, rollout.episode.failure_cause or ""), self.config)
             if self.models_alone and rollout.failure is None:
                 assert rollout.reward is not None
                 rollout.reward_parts = {**rollout.reward_parts, RULE: rollout.reward}
@@ -99,8 +99,8 @@ class CombinedRewarder:
                 if rollout.failure is not None:
                     continue
                 if isinstance(result, RewardFailure):
-                    placed = result.at(f"{model.name} for prompt {rollout.prompt.uid}, sample {rollout.sample_index}")
-                    fail(rollout, placed.kind, placed.cause, self.config)
+                    place = f"{model.name} for prompt {rollout.prompt.uid}, sample {rollout.sample_index}"
+                    fail(rollout, result.at(place), self.config)
                 else:
                     _add(rollout, model, result)
         fail_beyond_float32(rollouts, self.config)
@@ -148,8 +148,8 @@ class CombinedRewarder:
         return tuple(rewards.items())
 
 
-def fail(rollout: Rollout, kind: str, cause: str | None, config: RewardConfig) -> None:
-    rollout.failure, rollout.failure_cause = kind, cause
+def fail(rollout: Rollout, failure: RewardFailure, config: RewardConfig) -> None:
+    rollout.failure, rollout.failure_cause = failure.kind, failure.cause
     rollout.reward = config.failure_value if config.on_failure == "value" else None
     rollout.reward_parts, rollout.steps = {}, None
 
@@ -160,8 +160,7 @@ def fail_beyond_float32(rollouts: Sequence[Rollout], config: RewardConfig) -> No
             try:
                 number_of(rollout.reward, "the sum of all rewards")
             except RewardFailure as failure:
-                placed = failure.at(f"prompt {rollout.prompt.uid}, sample {rollout.sample_index}")
-                fail(rollout, placed.kind, placed.cause, config)
+                fail(rollout, failure.at(f"prompt {rollout.prompt.uid}, sample {rollout.sample_index}"), config)
 
 
 def stop_where_due(rollouts: Sequence[Rollout], config: RewardConfig) -> None:

@@ -66,9 +66,6 @@ def summary(failures: Sequence[tuple[str, str]], total: int) -> str:
     return f"{len(failures)} of {total} rewards failed ({kinds}), first: {text}"
 
 
-LONGEST_SHOWN = 200
-
-
 class RewardResult(NamedTuple):
     """The score is before the component's factor."""
 
@@ -114,9 +111,7 @@ def _item(value: Any) -> Any:
 def number_of(value: Any, key: str) -> float:
     value = _item(value)
     if not isinstance(value, Real):
-        text = repr(value)
-        excerpt = text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
-        raise RewardFailure(INVALID, f"{key} is {excerpt} ({type(value).__name__}), not a number")
+        raise RewardFailure(INVALID, f"{key} is {value!r:.200} ({type(value).__name__}), not a number")
     try:
         number = float(value)
     except OverflowError:

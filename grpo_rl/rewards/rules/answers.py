@@ -129,9 +129,8 @@ def golds_of(ground_truth: Any) -> list[str]:
     else:
         golds = []
     if not golds:
-        excerpt = repr(ground_truth)[:100]
         raise ValueError(
-            f"the ground truth is {excerpt}; expected a text, a number or a list of these (data.ground_truth_key names the column)"
+            f"the ground truth is {ground_truth!r:.100}; expected a text, a number or a list of these (data.ground_truth_key names the column)"
         )
     return golds
 

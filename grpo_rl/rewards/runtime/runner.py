@@ -155,7 +155,7 @@ class RewardRunner(JobRunner):
             rollout.reward, rollout.reward_parts, rollout.steps = self._function.assemble(rollout, outcomes)
             rollout.failure = rollout.failure_cause = None
         except RewardFailure as failure:
-            fail(rollout, failure.kind, failure.cause, self._config)
+            fail(rollout, failure, self._config)
 
 
 class JudgeRunner(JobRunner):

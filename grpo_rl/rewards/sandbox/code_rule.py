@@ -200,7 +200,7 @@ def assertions(text: str, function: str | None) -> list[Test]:
     try:
         body: list[ast.stmt] = ast.parse(text.strip()).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise RewardError(f"an assertion of a code task is not Python: {short(text)}: {error}") from None
+        raise RewardError(f"an assertion of a code task is not Python: {text!r:.80}: {error}") from None
     aliases: set[str] = set()
     if check := next((node for node in body if isinstance(node, ast.FunctionDef) and node.name == "check"), None):
         if function is None:
@@ -223,7 +223,7 @@ def _is_idle(node: ast.stmt) -> bool:
 def _assertion(node: ast.stmt, aliases: set[str], function: str | None) -> Test:
     def refused(reason: str) -> RewardError:
         return RewardError(
-            f"an assertion of a code task cannot be used: {reason}: {short(ast.unparse(node))}; expected values stay outside "
+            f"an assertion of a code task cannot be used: {reason}: {ast.unparse(node)!r:.80}; expected values stay outside "
             f"of the sandbox, so write `assert f(1, [2]) == 3`, or use inputs and outputs"
         )
 
@@ -295,11 +295,6 @@ def _result(node: ast.expr, call: ast.Call, value: Any) -> Any:
     return ast.literal_eval(node)
 
 
-def short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
 ASSERTIONS = ("assert_case", "asserts", "test_list", "test")
 FUNCTION_NAMES = ("fn_name", "entry_point")
 SETUPS = ("test_setup_code", "setup")
@@ -321,7 +316,7 @@ def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -
     if isinstance(stored, Sequence) and not isinstance(stored, str):
         stored = _listed(stored, extra)
     if not isinstance(stored, Mapping):
-        raise RewardError(f"the ground truth of a code task is {short(stored)}; {FORMS}")
+        raise RewardError(f"the ground truth of a code task is {stored!r:.80}; {FORMS}")
     named = next((source[key] for source in (stored, extra) for key in FUNCTION_NAMES if source.get(key)), None)
     setup = "".join(f"{stored[key]}\n" for key in SETUPS if stored.get(key))
     key = next((key for key in ASSERTIONS if stored.get(key)), None)
@@ -360,7 +355,7 @@ def _parsed(text: str) -> Any:
     except ValueError:
         if "assert" in text:
             return {"test": text}
-        raise RewardError(f"the ground truth of a code task is neither JSON nor assertions: {short(text)}; {FORMS}") from None
+        raise RewardError(f"the ground truth of a code task is neither JSON nor assertions: {text!r:.80}; {FORMS}") from None
 
 
 def _lines(text: Any) -> str:
@@ -375,7 +370,7 @@ def _pair(function: str | None, stdin: Any, expected: Any) -> Test:
         try:
             stdin, expected = [json.loads(line) for line in stdin.split("\n") if line.strip()], json.loads(expected)
         except (ValueError, TypeError) as error:
-            raise RewardError(f"arguments of {function} are not JSON, a value on each line: {short(stdin)}: {error}") from None
+            raise RewardError(f"arguments of {function} are not JSON, a value on each line: {stdin!r:.80}: {error}") from None
     case = Case(function=function, arguments=tuple(stdin))
     return Test(case, lambda value: same_value(value, expected))
 
