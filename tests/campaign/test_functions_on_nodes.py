@@ -34,6 +34,10 @@ def score(data_source, solution_str, ground_truth, extra_info):
     time.sleep(0.005)
     return len(set(solution_str)) * half
 
+def waits(data_source, solution_str, ground_truth, extra_info):
+    time.sleep(0.05)
+    return 1.0
+
 def hostile(data_source, solution_str, ground_truth, extra_info):
     if socket.gethostname() == "node-2":
         print("x" * 10_000_000, flush=True)
@@ -122,6 +126,19 @@ def test_rewards_run_on_all_machines_and_one_that_dies_costs_no_response(cluster
     assert rewards[0] == rewards[1] and len(rewards[0]) == STEPS
     assert cluster.policy("calm") == cluster.policy("killed")
     cluster.add(3)
+
+
+def test_three_machines_score_beside_each_other(cluster: Cluster) -> None:
+    folder = cluster.runs.parent / "rates"
+    folder.mkdir()
+    path = os.pathsep.join(
+        str(ROOT / name) for name in ("", "tests", "tests/integration", "tests/unit/rewards", "tests/unit/envs")
+    )
+    words = [f"{cluster.head}:6379", str(folder), f"{cluster.runs.parent}/own.py:waits"]
+    output = cluster.machines.run(1, PYTHON, "tests/campaign/scored_per_second.py", *words, timeout_s=600.0, PYTHONPATH=path)
+    rates = json.loads(output.splitlines()[-1])
+    print("MEASURED responses a second by number of machines:", rates)
+    assert rates.keys() == {"1", "3"}
 
 
 def test_a_function_that_exits_or_hangs_on_another_machine_costs_its_own_response(cluster: Cluster, words: list[str]) -> None:
