@@ -10,7 +10,6 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -20,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from grpo_rl.checkpoint import files
 from grpo_rl.checkpoint.files import Files, entry_of
 from grpo_rl.errors import CheckpointError, DataError
+from grpo_rl.frozen import frozen
 from grpo_rl.run_files import parsed, read_bytes
 
 MANIFEST = "manifest.json"
@@ -35,7 +35,7 @@ _RANK_FILE = re.compile(r"(weights|optimizer|rng)_rank(0|[1-9][0-9]{0,8})\.safet
 _NAME = re.compile(r"step_(0|[1-9][0-9]{0,11})")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Checkpoint:
     """A checkpoint of which every file was found to be as it was written."""
 
@@ -44,7 +44,7 @@ class Checkpoint:
     state: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Manifest:
     step: int
     files: Files

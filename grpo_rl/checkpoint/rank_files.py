@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from grpo_rl.checkpoint.manifest import TRAINING
 from grpo_rl.checkpoint.tensors import HostMemory, Part, Shards, write_parts
 from grpo_rl.config.derived import COPIED_BYTES
 from grpo_rl.errors import CheckpointError
+from grpo_rl.frozen import frozen
 from grpo_rl.models import fsdp
 from grpo_rl.models.forward import PackedModel
 from grpo_rl.models.lora import Adapters
@@ -158,7 +159,7 @@ class RankFiles:
             raise CheckpointError(f"cannot write {folder}: {type(error).__name__}: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Share:
     parts: dict[str, dict[str, Part]]
     """Tensors by the kind of their file (`weights`, `optimizer`, `rng`) and by name."""

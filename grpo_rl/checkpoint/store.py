@@ -8,7 +8,6 @@ import re
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,12 @@ from grpo_rl.checkpoint.files import Files
 from grpo_rl.checkpoint.manifest import STATE, Checkpoint, read_manifest, step_of, unknown_files, verify, write_manifest
 from grpo_rl.errors import CheckpointError
 from grpo_rl.faults import fault_point
+from grpo_rl.frozen import frozen
 
 _OURS = re.compile(r"\.(writing|removing|replaced)_(step_[0-9]+)_[0-9a-f]{8}")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Draft:
     store: CheckpointStore
     step: int

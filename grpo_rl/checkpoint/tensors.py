@@ -6,7 +6,6 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from grpo_rl.checkpoint.files import Entry, write_file
 from grpo_rl.errors import CheckpointError
+from grpo_rl.frozen import frozen
 
 _DTYPES = {
     torch.float64: "F64",
@@ -30,7 +30,7 @@ _DTYPES = {
 _LAYOUT = "layout"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Part:
     tensor: Tensor
     start: int

@@ -6,11 +6,11 @@ import json
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from grpo_rl.envs.contract import Message, ToolCall, Turn
 from grpo_rl.envs.tool_formats import parse, spoken
+from grpo_rl.frozen import frozen
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _ONE_ANSWER: dict[str, tuple[Any, ...]] = {
@@ -36,7 +36,7 @@ class Refused(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ChatRequest:
     messages: tuple[Message, ...]
     model: str = "policy"
@@ -48,7 +48,7 @@ class ChatRequest:
     with_usage: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ChatAnswer:
     content: str
     calls: tuple[ToolCall, ...]

@@ -8,16 +8,18 @@ environment process: its attributes are the episode's state.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal, Protocol
 
 import numpy as np
+
+from grpo_rl.frozen import frozen
 
 Message = dict[str, Any]
 """`role`, `content`, and what the chat template reads besides."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Start:
     """The row of an episode; the same row and seed make the same episode."""
 
@@ -30,14 +32,14 @@ class Start:
     """For environments that draw random numbers."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ToolCall:
     name: str
     arguments: Mapping[str, Any]
     call_id: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Turn:
     index: int
     text: str
@@ -54,7 +56,7 @@ class Turn:
     """Tokens before the turn."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Observation:
     messages: tuple[Message, ...] = ()
     """Of role `user` or `tool`. Empty only if the episode is done."""
@@ -85,7 +87,7 @@ class Environment(Protocol):
         """Called once, also after a failure or a deadline."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ToolResult:
     text: str
     reward: float | None = None

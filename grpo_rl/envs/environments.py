@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 from grpo_rl.config.recipes import examples
 from grpo_rl.errors import ConfigError, did_you_mean
+from grpo_rl.frozen import frozen
 from grpo_rl.registry import fits, load_function, out_of_bounds
 
 _TOOLS = "grpo_rl.envs.tools"
@@ -33,7 +34,7 @@ _OF_VERL = (("execute", "call", "schema, begin, call and close"), ("generate_res
 """A method by which a class for verl is recognized, the one in its place, and all."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Named:
     name: str
     options: dict[str, Any] = field(default_factory=dict)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import Any
 
 from grpo_rl.config.derived import plays_episodes
@@ -13,9 +12,10 @@ from grpo_rl.envs.episode_pool import Environments, EpisodePool, TurnPool
 from grpo_rl.envs.runtime.episode_host import EpisodeHost, HostSetup
 from grpo_rl.envs.tool_formats import argument_problem, check_format
 from grpo_rl.errors import ConfigError
+from grpo_rl.frozen import frozen
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class EpisodeSetup:
     config: Config
     host: HostSetup
@@ -27,7 +27,7 @@ class EpisodeSetup:
         """None if the run has no episodes. Raises ConfigError with all problems."""
         if not plays_episodes(config):
             return None
-        multi_turn, problems = config.actor_rollout_ref.rollout.multi_turn, list[str]()
+        multi_turn, problems = config.rollout.multi_turn, list[str]()
         try:
             host = _host(multi_turn)
             # Environment and tools are made once here, which shows what is wrong with them.
@@ -82,7 +82,7 @@ class EpisodeSetup:
     def pool(
         self, turns: TurnPool, environments: Environments, tokenizer: Any, stop_ids: frozenset[int], max_model_len: int
     ) -> EpisodePool:
-        multi_turn = self.config.actor_rollout_ref.rollout.multi_turn
+        multi_turn = self.config.rollout.multi_turn
         return EpisodePool(
             turns,
             environments,

@@ -201,7 +201,7 @@ def model_factors(config: Config) -> dict[str, float]:
     if derived.has_judge(config):
         factors[JUDGE] = config.reward.judge.weight
     if derived.plays_episodes(config):
-        factors[ENVIRONMENT] = config.actor_rollout_ref.rollout.multi_turn.environment.reward_weight
+        factors[ENVIRONMENT] = config.rollout.multi_turn.environment.reward_weight
     return factors
 
 
@@ -220,7 +220,7 @@ def describe_roles(config: Config, num_ranks: int, played_in: str) -> Iterator[t
         passes = f"in passes of <= {model.max_token_len_per_gpu:,} tokens"
         yield "model score", f"{num_ranks} rank{'s' * several} {place}, FSDP2, {model.model_path}; {what}, {passes}"
     if derived.plays_episodes(config):
-        turns = config.actor_rollout_ref.rollout.multi_turn
+        turns = config.rollout.multi_turn
         tools = ", ".join(filter(None, [turns.tool_config_path, *turns.tools]))
         names = [turns.environment.name, turns.interaction_config_path, tools and f"tools by {turns.format}: {tools}"]
         limits = [(turns.max_assistant_turns, "turns"), (turns.max_user_turns, "answers")]

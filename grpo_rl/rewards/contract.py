@@ -7,7 +7,6 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from numbers import Real
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from grpo_rl.config.secrets import redact
 from grpo_rl.control_words import outside
 from grpo_rl.errors import RewardError, raised_in
+from grpo_rl.frozen import frozen
 
 if TYPE_CHECKING:  # types imports torch, which a reward process does without
     import asyncio
@@ -135,7 +135,7 @@ BATCH_ARGUMENTS = tuple(f"{name}s" for name in ARGUMENTS)
 RETURNED = "a finite number or a dict with 'score'"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Component:
     name: str
     factor: float

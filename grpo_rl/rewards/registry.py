@@ -12,6 +12,7 @@ from typing import Any
 from grpo_rl.errors import ConfigError
 from grpo_rl.registry import Registry
 from grpo_rl.rewards.math.math_rule import math
+from grpo_rl.rewards.rules.answers import ExtraInfo
 from grpo_rl.rewards.rules.number_rules import (
     arithmetic,
     arithmetic_process,
@@ -52,9 +53,7 @@ RULES: dict[str, Callable[..., float | dict[str, float]]] = {
 }
 
 
-def auto(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
-) -> float | dict[str, float]:
+def auto(data_source: str, solution_str: str, ground_truth: Any, extra_info: ExtraInfo = None) -> float | dict[str, float]:
     check_data_sources([data_source])
     return RULES[data_source](data_source, solution_str, ground_truth, extra_info)
 

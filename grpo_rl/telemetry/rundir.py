@@ -10,7 +10,7 @@ import secrets
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from grpo_rl.config.checks.inputs import NAME_RULE, stays_below
 from grpo_rl.config.convert import show
 from grpo_rl.config.schema.fields import flat, sections
 from grpo_rl.errors import ConfigError, DataError, did_you_mean
+from grpo_rl.frozen import frozen
 from grpo_rl.run_files import parsed, read_text, read_yaml
 
 RUNS = Path("runs")  # the default folder of runs, where names are looked for as well
@@ -38,7 +39,7 @@ class _Place:
         return run_dir.path / self._name
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RunDir:
     """`create` also keeps other processes out of it."""
 

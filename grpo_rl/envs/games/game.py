@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
 from grpo_rl.config.schema.kinds import Count
 from grpo_rl.data.tasks.made_rows import LazyRows, Row, refuse, row_of
 from grpo_rl.envs.contract import Message, Observation, Start, Turn
 from grpo_rl.errors import ConfigError
+from grpo_rl.frozen import frozen
 
 Wording = Literal["words", "short"]
 """`words` for a model that was trained on English, `short` for a small one of single characters."""
@@ -41,7 +41,7 @@ def episodes(*, num_rows: Count = 8192, prompt: str = "Play the game.", data_sou
     return LazyRows(num_rows, lambda index: row_of(data_source, prompt, "", {"index": index}, "game"))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class MoveResult:
     text: str = ""
     solved: bool = False

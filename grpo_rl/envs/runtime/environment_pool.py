@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from grpo_rl.envs.runtime.episode_host import CANCEL_S, HostSetup
 from grpo_rl.errors import ClusterError
+from grpo_rl.frozen import frozen
 from grpo_rl.processes.child import START_S, Child, OutputLog, encode
 
 SEND_S = 5.0
@@ -25,7 +26,7 @@ What = Literal["answered", "failed", "timeout", "lost"]
 Op = Literal["start", "reset", "step", "close"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Event:
     episode: str
     what: What

@@ -14,7 +14,7 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from grpo_rl.envs.contract import Environment, Message, Observation, Start, Tool
 from grpo_rl.envs.environments import ENVIRONMENTS, TOOLS, Named, made, schema_of
 from grpo_rl.envs.tool_formats import argument_problem, parse
 from grpo_rl.errors import ConfigError, raised_in
+from grpo_rl.frozen import frozen
 from grpo_rl.processes.child import LONGEST_CAUSE, Parent, serve
 from grpo_rl.rewards.contract import LARGEST_REWARD
 
@@ -30,7 +31,7 @@ _shown: set[str] = set()
 """Tools of which the log has an error already."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class HostSetup:
     """Plain values, which can be sent to a process."""
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from typing import Literal
 
+from grpo_rl.frozen import frozen
 from grpo_rl.rewards.math.math_tokens import MAX_TEXT, differ, readings, spelling, squeezed, tokens
 from grpo_rl.rewards.math.math_values import Expression, NoExpression, Number, TwoNumbers, close, values
 
@@ -29,7 +30,7 @@ are tuples, a list and a union sets, a `solution` is `x = 2`, `p = 3, q = 2` or 
 """
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class MathAnswer:
     kind: Kind
     spelling: str

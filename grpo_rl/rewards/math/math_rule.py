@@ -14,7 +14,7 @@ from typing import Any
 
 from grpo_rl.rewards.math.compare import compare, number, operations
 from grpo_rl.rewards.math.math_tokens import MAX_TEXT, spelling, tokens
-from grpo_rl.rewards.rules.answers import after_thought, final_answer, golds_of, last_boxed, with_prompt_tail
+from grpo_rl.rewards.rules.answers import ExtraInfo, after_thought, final_answer, golds_of, last_boxed, with_prompt_tail
 
 LARGEST = 1e15
 """Integers up to here are exact as floats."""
@@ -29,7 +29,7 @@ def math(
     data_source: str,
     solution_str: str,
     ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
+    extra_info: ExtraInfo = None,
     boxed_only: bool = False,
     algebra: bool = True,
     skip_thought: bool = True,

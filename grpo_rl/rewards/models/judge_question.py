@@ -4,12 +4,12 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_rl.config.schema.reward import JudgeConfig, RewardConfig
 from grpo_rl.errors import ConfigError
+from grpo_rl.frozen import frozen
 from grpo_rl.rewards.contract import Sample
 from grpo_rl.rewards.models.judge_answers import Criterion, parser_for, read_rubric
 
@@ -43,7 +43,7 @@ _FIELD = re.compile(r"\{(prompt|response|ground_truth|criteria)\}")
 TIMEOUT, ERROR, INVALID = KINDS = "judge_timeout", "judge_error", "judge_invalid"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class JudgeSpec:
     """All that the configuration names, read: files need not be on the nodes that ask."""
 

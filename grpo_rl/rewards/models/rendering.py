@@ -2,16 +2,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from grpo_rl.control_words import ControlWords, unmarked
 from grpo_rl.errors import ConfigError
+from grpo_rl.frozen import frozen
 from grpo_rl.rewards.steps import Decode, step_ends
 from grpo_rl.types import Rollout
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Scorable:
     token_ids: tuple[int, ...]
     positions: tuple[int, ...]

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
+ExtraInfo = dict[str, Any] | None
+"""What a row has beside its ground truth, as a reward function gets it."""
 BOXES = ("\\boxed", "\\fbox")
 OPEN_ANSWER, CLOSE_ANSWER = "<answer>", "</answer>"
 OPEN_THINK, CLOSE_THINK = "<think>", "</think>"

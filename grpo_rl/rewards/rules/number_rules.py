@@ -11,14 +11,12 @@ from typing import Any
 
 from grpo_rl.config.schema.kinds import Factor
 from grpo_rl.rewards.math.math_values import NoExpression, typed_value
-from grpo_rl.rewards.rules.answers import golds_of, last_pair
+from grpo_rl.rewards.rules.answers import ExtraInfo, golds_of, last_pair
 
 MAX_EXACT_DIGITS = 15
 
 
-def arithmetic(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
-) -> dict[str, float]:
+def arithmetic(data_source: str, solution_str: str, ground_truth: str, extra_info: ExtraInfo = None) -> dict[str, float]:
     """`score` 1 when the response is the answer and nothing else, spaces around it aside; 0 otherwise.
 
     `answer` is the number that was given, if the response is one.
@@ -32,9 +30,7 @@ def arithmetic(
     return result
 
 
-def arithmetic_process(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
-) -> dict[str, Any]:
+def arithmetic_process(data_source: str, solution_str: str, ground_truth: str, extra_info: ExtraInfo = None) -> dict[str, Any]:
     """Return what `arithmetic` gives, and each written character as a step: 1 if the answer has the same one there, else 0.
 
     `digits` is the share of places, of the answer or the response, whichever is longer, that agree.
@@ -53,9 +49,7 @@ COLUMN = re.compile("[0-9]{1,2}")
 """A column's sum; its carry is the first of two digits."""
 
 
-def written_sum(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
-) -> dict[str, Any]:
+def written_sum(data_source: str, solution_str: str, ground_truth: str, extra_info: ExtraInfo = None) -> dict[str, Any]:
     """`score` 1 when the last line is that of the ground truth; each line is a step: 1 if it follows, else 0.
 
     The rows are those of `task:rated_sums`. A line follows from those before, right or wrong.
@@ -89,7 +83,7 @@ MARKED = re.compile(r"####[ \t]*(-?\$?[0-9][0-9,]*(?:\.[0-9]+)?)")
 NUMBER = re.compile(r"-?\$?[0-9][0-9,]*(?:\.[0-9]+)?")
 
 
-def gsm8k(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None) -> dict[str, float]:
+def gsm8k(data_source: str, solution_str: str, ground_truth: str, extra_info: ExtraInfo = None) -> dict[str, float]:
     """`score` 1 when the last number after `####` in the last 300 characters equals the ground truth, else 0.
 
     Commas, `$` and a trailing dot do not matter, and 18.0 is 18. `answer` is the number, if there is one.
@@ -99,9 +93,7 @@ def gsm8k(data_source: str, solution_str: str, ground_truth: str, extra_info: di
     return _graded(marked, ground_truth)
 
 
-def gsm8k_flexible(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
-) -> dict[str, float]:
+def gsm8k_flexible(data_source: str, solution_str: str, ground_truth: str, extra_info: ExtraInfo = None) -> dict[str, float]:
     """`score` 1 when the last number in the last 300 characters equals the ground truth, marked or not; 0 otherwise."""
     start = max(0, len(solution_str) - WINDOW)
     # Never begin inside a number.
@@ -136,7 +128,7 @@ def countdown(
     data_source: str,
     solution_str: str,
     ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
+    extra_info: ExtraInfo = None,
     score: Factor = 1.0,
     format_score: Factor = 0.1,
     last_line: bool = True,

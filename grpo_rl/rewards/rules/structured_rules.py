@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo_rl.config.schema.kinds import Count, Fraction
-from grpo_rl.rewards.rules.answers import after_thought
+from grpo_rl.rewards.rules.answers import ExtraInfo, after_thought
 
 MAX_TEXT = 20_000
 """Characters of a response that may be right."""
@@ -21,7 +21,7 @@ def json_fields(
     data_source: str,
     solution_str: str,
     ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
+    extra_info: ExtraInfo = None,
     bare: Fraction = 0.2,
 ) -> dict[str, float]:
     """Share of the fields that are right, in an object that should stand alone.
@@ -51,7 +51,7 @@ def json_schema(
     data_source: str,
     solution_str: str,
     ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
+    extra_info: ExtraInfo = None,
     schema: Any = None,
 ) -> dict[str, float]:
     """1 if the response is JSON that the schema takes, and nothing else; else 0. `json` is 1 for any JSON
@@ -163,7 +163,7 @@ def instructions(
     data_source: str,
     solution_str: str,
     ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
+    extra_info: ExtraInfo = None,
     least_words: Count = 5,
 ) -> dict[str, float]:
     """Share of the constraints that the response keeps; `acc` is 1 if it keeps all. Below `least_words` words it keeps none.

@@ -11,6 +11,7 @@ from grpo_rl.rewards.rules.answers import (
     CLOSE_THINK,
     OPEN_ANSWER,
     OPEN_THINK,
+    ExtraInfo,
     after_thought,
     final_answer,
     golds_of,
@@ -27,7 +28,7 @@ def exact_match(
     data_source: str,
     solution_str: str,
     ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
+    extra_info: ExtraInfo = None,
     ignore_case: bool = True,
     ignore_punctuation: bool = False,
     ignore_articles: bool = False,
@@ -66,7 +67,7 @@ def multiple_choice(
     data_source: str,
     solution_str: str,
     ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
+    extra_info: ExtraInfo = None,
 ) -> dict[str, float]:
     """`score` 1 when the chosen letter is the ground truth's, else 0. `answer` is the letter's place, 0 for the first.
 
@@ -112,7 +113,7 @@ def _letter(answer: str, choices: list[str]) -> str | None:
 TAGS = (OPEN_THINK, CLOSE_THINK, OPEN_ANSWER, CLOSE_ANSWER)
 
 
-def think_answer(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> float:
+def think_answer(data_source: str, solution_str: str, ground_truth: Any, extra_info: ExtraInfo = None) -> float:
     """1 when the response is one thought and then one answer, in their tags, with only space around, else 0.
 
     The chat template may have written the first tag already. Each tag must be there exactly once; thought and
@@ -133,9 +134,7 @@ def _says_something(text: str) -> bool:
     return any(character.isalnum() or unicodedata.category(character) == "Sm" for character in text)
 
 
-def repetition(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, n: Count = 4
-) -> float:
+def repetition(data_source: str, solution_str: str, ground_truth: Any, extra_info: ExtraInfo = None, n: Count = 4) -> float:
     """The share of different ones among the response's runs of n words: 1 without a repetition, near 0 for a loop.
 
     1 - seq-rep-n of Welleck et al. (arXiv 1908.04319, section 6.1); a response of fewer than n words has 1. Raises ValueError for n < 1.

@@ -17,13 +17,14 @@ import math
 import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
 from grpo_rl.config.schema.kinds import Count, ProcessMegabytes, Seconds
 from grpo_rl.errors import ConfigError, RewardError
+from grpo_rl.frozen import frozen
 from grpo_rl.registry import check_options
+from grpo_rl.rewards.rules.answers import ExtraInfo
 from grpo_rl.rewards.sandbox.sandbox import START_S, Case, CaseOutcome, Limits, Sandbox
 
 KEY = "reward.function_kwargs.code"
@@ -37,7 +38,7 @@ def code(
     data_source: str,
     solution_str: str,
     ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
+    extra_info: ExtraInfo = None,
     *,
     continuous: bool = True,
     time_s: Seconds = 5.0,
@@ -177,7 +178,7 @@ def check_hashes(values: Sequence[Any]) -> None:
         raise ValueError(f"more than {MOST_ALIKE} values with one hash")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Test:
     __test__ = False  # not one of pytest's
 

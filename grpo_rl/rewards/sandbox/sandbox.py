@@ -15,11 +15,11 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from grpo_rl.errors import RewardError
+from grpo_rl.frozen import frozen
 from grpo_rl.rewards.sandbox import inside
 from grpo_rl.rewards.sandbox.syscall_filter import PIVOT_ROOT, call_filter
 
@@ -39,7 +39,7 @@ STATUS = {b"E": "ended", b"T": "timeout", b"O": "output"}
 MIB = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Limits:
     time_s: float = 5.0
     memory_mb: int = 512
@@ -61,7 +61,7 @@ class Limits:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Case:
     """A program with `stdin`, or a call of its `function`."""
 
@@ -70,7 +70,7 @@ class Case:
     arguments: tuple[Any, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class CaseOutcome:
     status: str
     """ended; timeout; output (wrote too much)."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import textwrap
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from grpo_rl.frozen import frozen
 from grpo_rl.telemetry.diagnosis.rules import RULES
 from grpo_rl.telemetry.diagnosis.run_record import Finding, RunRecord
 from grpo_rl.telemetry.terminal.text import safe_text
@@ -17,7 +17,7 @@ REMEMBERED = 400  # last steps that are looked at, so that a long run's step cos
 FEWEST_STEPS = 5  # with fewer steps finding nothing says nothing: most rules need as many
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Diagnosis:
     findings: tuple[Finding, ...]
     num_steps: int

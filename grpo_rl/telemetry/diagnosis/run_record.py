@@ -14,6 +14,7 @@ from typing import Any, Literal
 from grpo_rl.config.convert import value_problem
 from grpo_rl.config.schema.fields import flat
 from grpo_rl.errors import DataError
+from grpo_rl.frozen import frozen
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.metrics.validation import validation_keys
 from grpo_rl.telemetry.rollout_log import read_rollouts, step_files
@@ -152,7 +153,7 @@ def _read(files: Mapping[int, Path], step: int) -> list[dict[str, Any]]:
     return []
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Finding:
     name: str
     weight: Literal["ill", "watch"]
