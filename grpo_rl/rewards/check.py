@@ -263,9 +263,9 @@ def show(tried: Sequence[TriedRow], strange: Sequence[TriedRow], unmade: int, co
         console.print(f"score: mean {sum(scores) / len(scores):.4g}, least {min(scores):g}, greatest {max(scores):g}")
     # The first call loads what the function needs.
     warm = [1000 * tried_row.seconds for tried_row in tried[1:] or tried]
-    median, p99, longest = np.percentile(warm, (50, 99, 100), method="inverted_cdf")
+    median, p99, maximum = np.percentile(warm, (50, 99, 100), method="inverted_cdf")
     console.print(
-        f"time per call: p50 {median:.3f} ms, p99 {p99:.3f} ms, max {longest:.3f} ms; "
+        f"time per call: p50 {median:.3f} ms, p99 {p99:.3f} ms, max {maximum:.3f} ms; "
         f"the first one {1000 * tried[0].seconds:.1f} ms"
     )
     failures = [f"  row {row.place}{_failed(outcome)}" for row, _, outcome in tried if isinstance(outcome, RewardFailure)]
@@ -313,7 +313,7 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
     parser.add_argument(
         "--options", default="{}", help="keyword arguments of the function, as JSON, e.g. '{\"boxed_only\": true}'"
     )
-    parser.add_argument("--timeout_s", type=float, help="longest call (as reward.timeout_s)")
+    parser.add_argument("--timeout_s", type=float, help="maximum call (as reward.timeout_s)")
     console = console or Console()
     tried, strange = list[TriedRow](), list[TriedRow]()
     log, printed, interrupted = OutputLog(), "", False

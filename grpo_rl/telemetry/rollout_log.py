@@ -46,7 +46,7 @@ class RolloutLog:
         self._warn, self._is_failing = warn, False
         self._folders: dict[Kind, Path] = {"rollouts": run_dir.rollouts, "val": run_dir.val}
         self._token_groups = token_groups
-        self._unfinished: deque[Future[None]] = deque()
+        self._jobs: deque[Future[None]] = deque()
 
     def write(
         self, kind: Kind, step: int, rollouts: Sequence[Rollout], advantages: Sequence[float | None] | None = None
@@ -58,20 +58,20 @@ class RolloutLog:
             raise ValueError(f"{len(rollouts)} rollouts but {len(advantages)} advantages")
         path = self._folders[kind] / f"step_{step}.jsonl"
         self._wait_until(1)
-        job = partial(self._write, [*self._unfinished], kind, step, path, list(rollouts), advantages)
-        self._unfinished.append(in_background("rollout-log", job))
+        job = partial(self._write, [*self._jobs], kind, step, path, list(rollouts), advantages)
+        self._jobs.append(in_background("rollout-log", job))
         return path
 
     def _write(
         self,
-        earlier: Sequence[Future[None]],
+        previous_jobs: Sequence[Future[None]],
         kind: Kind,
         step: int,
         path: Path,
         rollouts: Sequence[Rollout],
         advantages: Sequence[float | None] | None,
     ) -> None:
-        wait(earlier)
+        wait(previous_jobs)
         try:
             write_rollouts(path, rollouts, advantages, self._token_groups)
         except OSError as error:
@@ -90,13 +90,13 @@ class RolloutLog:
 
     def close(self) -> None:
         """Wait some seconds for what is unwritten: a failed run may have lost its store."""
-        wait(self._unfinished, CLOSE_S)
+        wait(self._jobs, CLOSE_S)
 
     def _wait_until(self, num_unfinished: int) -> None:
-        while len(self._unfinished) > num_unfinished or (self._unfinished and self._unfinished[0].done()):
-            if not has_ended(self._unfinished[0], WRITE_S):
+        while len(self._jobs) > num_unfinished or (self._jobs and self._jobs[0].done()):
+            if not has_ended(self._jobs[0], WRITE_S):
                 raise OSError(f"the rollouts of a step were not written to the log within {WRITE_S:.0f} s")
-            self._unfinished.popleft().result(0)
+            self._jobs.popleft().result(0)
 
 
 def write_rollouts(

@@ -45,7 +45,7 @@ class JudgeProcess(Processes):
     nothing.
     """
 
-    what = "the judge's process"
+    description = "the judge's process"
 
     def __init__(self, spec: JudgeSpec, done: Done, broken: Broken, log: Path | None = None) -> None:
         self._spec, self._share = spec, share_of(spec.config)
@@ -67,7 +67,7 @@ class JudgeProcess(Processes):
         """Ask within this share from now on."""
         with self._lock:
             self._share = share
-            self._send({"share": share})
+            self._send(encode({"share": share}))
         self._feed()
 
     def _feed(self) -> None:
@@ -89,14 +89,11 @@ class JudgeProcess(Processes):
                 if not self._asked:
                     self._heard = time.monotonic()
                 self._asked[number] = job
-                self._send_body(b'{"number": %d, "sample": %b}' % (number, fields))
+                self._send(b'{"number": %d, "sample": %b}' % (number, fields))
         if failed:
             self._done(failed)
 
-    def _send(self, message: Any) -> None:
-        self._send_body(encode(message))
-
-    def _send_body(self, body: bytes) -> None:
+    def _send(self, body: bytes) -> None:
         if self._child is not None:
             try:
                 self._child.send(body, self._spec.config.timeout_s)
@@ -111,7 +108,7 @@ class JudgeProcess(Processes):
             self._start(number, child)
             with self._lock:
                 self._child = child
-                self._send({"share": self._share})
+                self._send(encode({"share": self._share}))
             self._feed()
             cause = self._hear(child)
             child.kill()

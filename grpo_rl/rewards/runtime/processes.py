@@ -29,7 +29,7 @@ class Processes(ABC):
     """Threads that keep a process each, for jobs. `done` is called with those that are settled, `broken` if
     none can start."""
 
-    what: str
+    description: str
 
     def __init__(self, done: Done, broken: Broken, logs: Sequence[Path | None]) -> None:
         """What processes print goes to `logs`, a file each. To be called when all else is made."""
@@ -75,7 +75,7 @@ class Processes(ABC):
         try:
             self._work(number, log)
         except Exception as error:  # a thread's own exception would be lost
-            self._break(error if isinstance(error, RewardError) else RewardError(f"{self.what}: {error}"))
+            self._break(error if isinstance(error, RewardError) else RewardError(f"{self.description}: {error}"))
         finally:
             if number in self._children:
                 self._children[number].kill()
@@ -102,7 +102,7 @@ class Processes(ABC):
 
 
 class RewardProcesses(Processes):
-    what = "reward processes"
+    description = "reward processes"
 
     def __init__(
         self,
