@@ -78,9 +78,9 @@ SMALL = {
 """The values of keys that the words of a test leave open."""
 CPU = Machine(num_gpus=0, num_cpus=1, device="cpu")
 RANKS = ThreadPoolExecutor(1, "ranks")
-"""One thread for all: oneDNN compiles its kernels anew for each, a new one for every batch that is trained beside the sampling."""
+"""One thread for all ranks and batches: oneDNN compiles its kernels anew in each."""
 LOGPROB = -1.0
-WAIT_S, SLEEP_S = 60.0, 0.001
+WAIT_S = 60.0
 
 Answers = Callable[[Prompt, int], str]
 """(prompt, sample index; -1 for a greedy response) -> the text of the response."""
@@ -120,7 +120,11 @@ def session(
 
 @contextmanager
 def run_loop(
-    settings: Composed, folder: str | Path | None, answers: Answers | None, slots: int | None = None, tokens_per_update: int = 4
+    settings: Composed,
+    folder: str | Path | None,
+    answers: Answers | None,
+    slots: int | None = None,
+    tokens_per_update: int = 4,
 ) -> Iterator[RunLoop]:
     """Yield the run of `session`, which is not resumed here, and whose state is not saved.
 
@@ -341,7 +345,7 @@ class AnsweringPool(LocalPool):
 
     def _collect(self, wait_s: float) -> None:
         if self._looks_left == 0:
-            time.sleep(min(wait_s, SLEEP_S))
+            time.sleep(min(wait_s, 0.001))
             return
         if self._looks_left is not None:
             self._looks_left -= 1

@@ -71,7 +71,7 @@ def test_a_response_gets_a_token_of_the_present_weights_at_each_look_and_so_many
             rollouts = s.completed()
             versions.append([rollout.versions for rollout in rollouts])
             step.log(s.train_beside_sampling(s.select(s.score(rollouts))))
-    # Seven digits and the end. Both groups are asked for at first, and the two slots are the first group's until it has ended.
+    # Seven digits and the end. Both groups are asked for at first, and the first one has both slots until it has ended.
     assert versions == [[((0, 8),)] * 2, [((0, 3), (1, 5))] * 2]
 
 

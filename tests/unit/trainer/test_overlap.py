@@ -43,7 +43,7 @@ ONE_STEP_OFF = ("trainer.schedule=one_step_off",)
 
 
 def long_tailed(seed: int, answers: Answers = half_right) -> Answers:
-    """Answers of which a few are many times longer than the others, by spaces: the same for a response whenever it is sampled."""
+    """Answers of which a few are many times longer than the others, by spaces; the same for a response at any time."""
 
     def padded(prompt: Prompt, sample: int) -> str:
         length = int(random.Random(f"{seed}/{prompt.uid}/{sample}").paretovariate(1.1)) % 40

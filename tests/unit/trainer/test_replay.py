@@ -209,9 +209,10 @@ def test_a_run_with_replay_goes_on_bit_by_bit_and_trains_by_the_samplers_log_pro
 
 
 class SixBits(RequestPool):
-    """A policy of six bits, each with a logit: of the 64 responses one is right. It learns by the real loss on the real advantages.
+    """A policy of six bits, each with a logit: of the 64 responses one is right.
 
-    It stands for pool and actor, as no model has a known share of right responses, or takes 80 steps in two seconds.
+    It learns by the real loss on the real advantages. It stands for pool and actor because no language model has
+    a known share of right responses, or takes 80 steps in two seconds.
     """
 
     def __init__(self, seed: int) -> None:
@@ -238,8 +239,8 @@ class SixBits(RequestPool):
             for sample in range(n):
                 bits = torch.multinomial(logprobs.exp(), 1, generator=self.generator)[:, 0]
                 text = str(prompt.ground_truth) if bool((bits == 1).all()) else "none"
-                own = logprobs.gather(1, bits[:, None])[:, 0].tolist()
-                rollouts.append(Rollout(prompt, sample, bits.tolist(), own, "stop", ((self.version, 6),), text=text))
+                bit_logprobs = logprobs.gather(1, bits[:, None])[:, 0].tolist()
+                rollouts.append(Rollout(prompt, sample, bits.tolist(), bit_logprobs, "stop", ((self.version, 6),), text=text))
                 if on_finish is not None:
                     on_finish(rollouts[-1])
         self.num_sampled += len(rollouts)

@@ -16,13 +16,7 @@ from real_roles import VALIDATED
 from grpo_rl import faults
 from grpo_rl.checkpoint.manifest import verify
 from grpo_rl.errors import CheckpointError, ClusterError
-from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.trainer import saving
-from grpo_rl.trainer.run import RunLoop
-
-
-def failed_saves(trainer: RunLoop) -> list[float | None]:
-    return [row.get("trainer/failed_saves") for row in read_metrics(trainer.output.run_dir.metrics_file)]
 
 
 class SlowDisk:
@@ -60,62 +54,62 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_save_waits_
 
 
 def test_a_run_without_checkpoints_keeps_one_for_itself_at_most_so_often(make_run, monkeypatch):
-    trainer, _ = make_run(steps=5)
-    policy = trainer.roles.actor
-    own, times = trainer.saving.own, iter([0.0, 61.0, 61.0, 62.0, 122.0, 122.0, 124.0, 300.0, 300.0, 301.0, 302.0])
+    run, _ = make_run(steps=5)
+    actor = run.roles.actor
+    recovery, times = run.saving.own, iter([0.0, 61.0, 61.0, 62.0, 122.0, 122.0, 124.0, 300.0, 300.0, 301.0, 302.0])
     monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: next(times)))
-    trainer.saving._next_own, seen = 60.0, []
-    update = policy.update
-    monkeypatch.setattr(policy, "update", lambda batch: seen.append(own.steps()) or update(batch))
-    monkeypatch.setattr(trainer.saving, "finish", lambda: None)
-    trainer.saving.in_background = False
-    trainer.fit()
+    run.saving._next_own, seen = 60.0, []
+    update = actor.update
+    monkeypatch.setattr(actor, "update", lambda batch: seen.append(recovery.steps()) or update(batch))
+    monkeypatch.setattr(run.saving, "finish", lambda: None)
+    run.saving.in_background = False
+    run.fit()
     # At 0 s none is due. That of 61 s takes one second of 50; that of 122 s two of 100, so that none is due before 224 s.
-    assert seen == [[], [], [2], [3], [4]] and trainer.store.steps() == []
-    assert verify(own.folder / "step_4").state["step"] == 4
+    assert seen == [[], [], [2], [3], [4]] and run.store.steps() == []
+    assert verify(recovery.folder / "step_4").state["step"] == 4
 
 
 def test_the_best_validation_is_saved_and_kept_and_one_that_fails_costs_the_best_before_nothing(make_run, monkeypatch):
     saves = ("keep_best=true", "max_actor_ckpt_to_keep=1", "on_save_error=continue", "save_at_end=true", "test_freq=1")
-    trainer, _ = make_run(*VALIDATED, *(f"trainer.{word}" for word in saves), steps=6)
-    policy = trainer.roles.actor
+    run, _ = make_run(*VALIDATED, *(f"trainer.{word}" for word in saves), steps=6)
+    actor = run.roles.actor
     scores = {0: 0.9, 1: 0.1, 2: 0.5, 3: 0.2, 4: 0.5, 5: 0.7, 6: 0.3}
-    monkeypatch.setattr(trainer.session, "evaluate", lambda: {"val/a/mean@1": scores[trainer.step]})
-    save = policy.save
+    monkeypatch.setattr(run.session, "evaluate", lambda: {"val/a/mean@1": scores[run.step]})
+    save = actor.save
 
     def failing(folder, in_background):
-        if trainer.step == 5:
+        if run.step == 5:
             raise OSError(28, "No space left on device")
         save(folder, in_background)
 
-    monkeypatch.setattr(policy, "save", failing)
-    trainer.fit()
-    assert trainer.store.steps() == [2, 6]
-    assert verify(trainer.store.folder / "step_2").state["best"] == [2, 0.5]
-    assert verify(trainer.store.folder / "step_6").state["best"] == [5, 0.7]
+    monkeypatch.setattr(actor, "save", failing)
+    run.fit()
+    assert run.store.steps() == [2, 6]
+    assert verify(run.store.folder / "step_2").state["best"] == [2, 0.5]
+    assert verify(run.store.folder / "step_6").state["best"] == [5, 0.7]
 
 
 def test_the_end_of_a_run_is_committed_and_a_disk_without_room_for_that_costs_a_warning(make_run):
-    trainer, _ = make_run("trainer.save_at_end=true", steps=3)
-    trainer.fit()
-    assert trainer.store.steps() == [3] and trainer.is_trained
-    trials.shutil.rmtree(trainer.store.folder)
+    run, _ = make_run("trainer.save_at_end=true", steps=3)
+    run.fit()
+    assert run.store.steps() == [3] and run.is_trained
+    trials.shutil.rmtree(run.store.folder)
     faults.arm("ckpt.call:enospc@call=open,file=manifest.json")
     try:
-        trainer, record = make_run("trainer.save_at_end=true", steps=3)
-        trainer.fit()
-        assert trainer.store.steps() == [] and any("NOT SAVED: cannot write" in warning for warning in record.warnings)
+        run, record = make_run("trainer.save_at_end=true", steps=3)
+        run.fit()
+        assert run.store.steps() == [] and any("NOT SAVED: cannot write" in warning for warning in record.warnings)
         with pytest.raises(CheckpointError, match="No space left"):
-            trainer.keep()
+            run.keep()
     finally:
         faults.arm("")
 
 
 def test_training_does_not_wait_for_a_commit_and_older_checkpoints_go_only_when_it_is_told(make_run, monkeypatch):
-    trainer, _ = make_run("trainer.save_freq=2", "trainer.max_actor_ckpt_to_keep=1", steps=5)
-    policy = trainer.roles.actor
-    store, told, seen = trainer.store, trainer.output.status, []
-    publish, clear, real = store.publish, store.clear, policy.update
+    run, _ = make_run("trainer.save_freq=2", "trainer.max_actor_ckpt_to_keep=1", steps=5)
+    actor = run.roles.actor
+    store, told, seen = run.store, run.output.status, []
+    publish, clear, real = store.publish, store.clear, actor.update
     may_commit = threading.Event()
 
     def held(*arguments: Any) -> Any:
@@ -127,79 +121,79 @@ def test_training_does_not_wait_for_a_commit_and_older_checkpoints_go_only_when_
         clear(newest, replaced)
 
     def update(batch: Any) -> Any:
-        if policy.version == 4:
+        if actor.version == 4:
             seen.append(store.steps())
             may_commit.set()
         return real(batch)
 
     monkeypatch.setattr(store, "publish", held)
     monkeypatch.setattr(store, "clear", cleared)
-    monkeypatch.setattr(policy, "update", update)
-    trainer.fit()
+    monkeypatch.setattr(actor, "update", update)
+    run.fit()
     assert seen == [[2]] and store.steps() == [5]
 
 
 def test_a_save_that_never_ends_is_given_up_at_its_deadline(make_run, monkeypatch):
-    trainer, _ = make_run("trainer.save_freq=1", steps=3)
-    SlowDisk(trainer.roles.actor, 10**9, monkeypatch)
-    trainer.saving.trainer = dataclasses.replace(trainer.saving.trainer, step_timeout_s=0.01)
+    run, _ = make_run("trainer.save_freq=1", steps=3)
+    SlowDisk(run.roles.actor, 10**9, monkeypatch)
+    run.saving.trainer = dataclasses.replace(run.saving.trainer, step_timeout_s=0.01)
     monkeypatch.setattr(saving, "RESCUE_S", 0.0)
     with pytest.raises(
         CheckpointError, match=r"of step 1 was not written within 0 s, and is given up; .*trainer.step_timeout_s"
     ):
-        trainer.fit()
-    assert trainer.store.steps() == [] and list(trainer.store.folder.iterdir()) == []
+        run.fit()
+    assert run.store.steps() == [] and list(run.store.folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("action", ["enospc", "eio", "erofs"])
 @pytest.mark.parametrize("in_background", [True, False])
 def test_a_disk_that_fails_ends_the_run_and_the_commit_before_is_untouched(make_run, action, in_background):
     in_background = f"actor_rollout_ref.actor.checkpoint.async_save={in_background}"
-    trainer, _ = make_run("trainer.save_freq=1", in_background, steps=3)
+    run, _ = make_run("trainer.save_freq=1", in_background, steps=3)
     faults.arm(f"ckpt.call:{action}@call=open,file=manifest.json,n=2")
     try:
         with pytest.raises(
             CheckpointError, match=r"cannot write .*step_2: .*; it needs \d+\.\d MiB, .* are free there"
         ) as caught:
-            trainer.fit()
+            run.fit()
     finally:
         faults.arm("")
     assert caught.value.exit_code == 4
-    assert trainer.store.steps() == [1] and [path.name for path in trainer.store.folder.iterdir()] == ["step_1"]
-    latest = trainer.store.latest(pytest.fail)
+    assert run.store.steps() == [1] and [path.name for path in run.store.folder.iterdir()] == ["step_1"]
+    latest = run.store.latest(pytest.fail)
     assert latest is not None and latest.step == 1
 
 
 def test_a_save_that_fails_at_the_end_is_made_up_for_and_else_the_run_fails(make_run):
     for count, steps in ((1, [2]), (2, [])):
-        trainer, _ = make_run("trainer.save_freq=2", "trainer.on_save_error=continue", steps=2)
-        trials.shutil.rmtree(trainer.store.folder)
+        run, _ = make_run("trainer.save_freq=2", "trainer.on_save_error=continue", steps=2)
+        trials.shutil.rmtree(run.store.folder)
         # What is armed first does not let the second one count.
         faults.arm(";".join(["ckpt.call:enospc@call=rename,file=step_2,n=1"] * count))
         try:
             if steps:
-                trainer.fit()
+                run.fit()
             else:
                 with pytest.raises(CheckpointError, match="No space left"):
-                    trainer.fit()
+                    run.fit()
         finally:
             faults.arm("")
-        assert trainer.store.steps() == steps
+        assert run.store.steps() == steps
 
 
 def test_a_checkpoint_that_is_written_is_committed_though_the_run_fails_meanwhile(make_run, monkeypatch):
-    trainer, _ = make_run("trainer.save_freq=1", steps=3)
-    policy = trainer.roles.actor
-    SlowDisk(policy, 20, monkeypatch)
+    run, _ = make_run("trainer.save_freq=1", steps=3)
+    actor = run.roles.actor
+    SlowDisk(actor, 20, monkeypatch)
 
     def die(batch: Any) -> Any:
         raise ClusterError("actor0 died")
 
-    real = policy.update
-    monkeypatch.setattr(policy, "update", lambda batch: real(batch) if policy.version < 1 else die(batch))
+    real = actor.update
+    monkeypatch.setattr(actor, "update", lambda batch: real(batch) if actor.version < 1 else die(batch))
     with pytest.raises(ClusterError, match="actor0 died"):
-        trainer.fit()
-    assert trainer.store.steps() == [1]
+        run.fit()
+    assert run.store.steps() == [1]
 
 
 @pytest.mark.parametrize(
@@ -217,9 +211,9 @@ def test_a_checkpoint_that_is_written_is_committed_though_the_run_fails_meanwhil
     ],
 )
 def test_a_state_that_cannot_be_loaded_is_an_error_of_the_checkpoint_that_names_the_file(make_run, change, problem):
-    trainer, _ = make_run("trainer.save_freq=1", steps=1)
-    trainer.fit()
-    checkpoint = verify(trainer.store.folder / "step_1")
+    run, _ = make_run("trainer.save_freq=1", steps=1)
+    run.fit()
+    checkpoint = verify(run.store.folder / "step_1")
     change(checkpoint.state)
     again, _ = make_run("trainer.save_freq=1", steps=2)
     with pytest.raises(CheckpointError, match=rf"step_1: trainer.json cannot be used: {problem}") as refused:

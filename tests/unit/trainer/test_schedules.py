@@ -14,7 +14,7 @@ from grpo_rl.schedules.registered import schedule_of
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.trainer.run import RunLoop
 
-OWN = '''
+USER_SCHEDULE = '''
 """Trains without sampling, in two phases: what a supervised or an iterated schedule looks like."""
 
 from grpo_rl.registry import needs
@@ -34,14 +34,16 @@ def train(session):
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> str:
+def user_schedule(tmp_path: Path) -> str:
     """The word for a schedule in a user's file."""
-    (tmp_path / "own_schedule.py").write_text(OWN)
+    (tmp_path / "own_schedule.py").write_text(USER_SCHEDULE)
     return f"trainer.schedule={tmp_path / 'own_schedule.py'}:train"
 
 
-def test_a_schedule_in_a_users_file_needs_neither_rollouts_nor_rewards_nor_training_data(own: str, make_run: MakeRun) -> None:
-    run, record = make_run(own, "trainer.save_freq=2", steps=9, answers=None)
+def test_a_schedule_in_a_users_file_needs_neither_rollouts_nor_rewards_nor_training_data(
+    user_schedule: str, make_run: MakeRun
+) -> None:
+    run, record = make_run(user_schedule, "trainer.save_freq=2", steps=9, answers=None)
     assert run.roles.rollout is None and run.roles.rewarder is None
     run.fit()
     assert run.session.state["seen"] == ["first 1", "first 2", "second 3", "second 4", "second 5"]
@@ -52,10 +54,10 @@ def test_a_schedule_in_a_users_file_needs_neither_rollouts_nor_rewards_nor_train
     assert "training ends at step 5 of 9: all phases are done" in record.warnings
 
 
-def test_a_checkpoint_of_another_schedule_is_refused_with_both_names(own: str, make_run: MakeRun) -> None:
+def test_a_checkpoint_of_another_schedule_is_refused_with_both_names(user_schedule: str, make_run: MakeRun) -> None:
     run, _ = make_run("trainer.save_freq=1", steps=1)
     run.fit()
-    other, _ = make_run(own, steps=3)
+    other, _ = make_run(user_schedule, steps=3)
     with pytest.raises(
         CheckpointError, match=r"trainer.schedule=sync, and this run has trainer.schedule=.*own_schedule.py:train"
     ):
@@ -72,7 +74,7 @@ def test_an_unknown_schedule_is_refused_with_the_nearest_before_anything_starts(
     [
         ("class train:\n    def __init__(self, context):\n        pass\n", "is a class, and a schedule is a function"),
         ("def train():\n    pass\n", r"takes \(\), and is called as \(session\)"),
-        (OWN.replace('@needs("actor")', '@needs("actor", "tutor")'), "names the roles tutor"),
+        (USER_SCHEDULE.replace('@needs("actor")', '@needs("actor", "tutor")'), "names the roles tutor"),
     ],
 )
 def test_what_is_no_schedule_is_refused(text: str, message: str, tmp_path: Path) -> None:
@@ -85,7 +87,7 @@ def test_a_failure_of_a_users_schedule_names_its_file_line_and_interface_and_no_
     make_run: MakeRun, tmp_path: Path
 ) -> None:
     (tmp_path / "broken.py").write_text(
-        OWN.replace("        if step.number == 2", "        session.fly()\n        if step.number == 2")
+        USER_SCHEDULE.replace("        if step.number == 2", "        session.fly()\n        if step.number == 2")
     )
     run, _ = make_run(f"trainer.schedule={tmp_path / 'broken.py'}:train", steps=2)
     expected = r"schedule .*broken.py:train failed: AttributeError(?s:.*)in .*broken.py, line 13, in train: session.fly\(\)"

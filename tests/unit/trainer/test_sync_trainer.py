@@ -33,16 +33,12 @@ def test_a_step_samples_with_the_newest_weights_compares_and_trains(make_run):
     assert record.calls == ["sync", "sample 2x4", "old", "ref", "update"]
     [row] = learnt(run)
     # Every character is a token, and every response has its end.
-    lengths = [len(answer) + 1 for batch in record.trained for answer in half_right_answers(run, record.prompts[0])]
+    data = run.session.train_data
+    prompts = [data.prompt(int(uid.rpartition("r")[2]), uid) for uid in record.prompts[0]]
+    lengths = [len(half_right(prompt, sample)) + 1 for prompt in prompts for sample in range(4)]
     assert row["reward/mean"] == 0.5 and row["response_length/mean"] == pytest.approx(sum(lengths) / 8)
     # Rewards 1 0 1 0: mean 1/2, sample standard deviation sqrt(1/3).
     assert [record["advantage"] for record in records_of(run, 1)[:2]] == pytest.approx([0.75**0.5, -(0.75**0.5)], rel=1e-5)
-
-
-def half_right_answers(run: RunLoop, uids: list[str]) -> list[str]:
-    data = run.session.train_data
-    prompts = [data.prompt(int(uid.rpartition("r")[2]), uid) for uid in uids]
-    return [half_right(prompt, sample) for prompt in prompts for sample in range(4)]
 
 
 def test_an_audit_is_logged_and_changes_nothing_that_is_trained(make_run):
