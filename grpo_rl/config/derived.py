@@ -14,15 +14,10 @@ from grpo_rl.errors import ConfigError
 from grpo_rl.frozen import frozen
 from grpo_rl.registry import load_function, versions_ahead_of
 
-LABEL_LOSSES = ("kto",)  # losses over single answers that are desirable or not
-PAIR_LOSSES = ("dpo", "dpo_hinge", "ipo", "simpo", "orpo", *LABEL_LOSSES)  # losses over preferences
-VALUE_ESTIMATORS = ("gae",)  # advantage estimators that read a critic's values
 PAIR_AVERAGE = "seq-mean-token-mean"  # the default average of losses over pairs: the mean over pairs
 OFFLINE = "offline"  # the schedule if responses are fixed, whatever `trainer.schedule` says
 
 ASYNC = "async"  # its module is `asynchronous.py`: `async` is a keyword of Python
-ITERATE = "iterate"
-REWARD_MODEL = "reward_model"
 
 Pool = Literal["actor", "rollout", "teacher", "reward_model"]  # roles that may have devices of their own
 
@@ -83,26 +78,6 @@ class MicroBatchRule:
         return f"{size} per rank" if self.sequence_ranks == 1 else f"{size} per {self.sequence_ranks} ranks together"
 
 
-def is_offline(config: Config) -> bool:
-    """Return whether the trained responses are fixed before training."""
-    return config.data.responses != "policy" or trains_only_reward_model(config)
-
-
-def trains_pairs(config: Config) -> bool:
-    """A user's own loss is known only once it is imported."""
-    loss = config.actor.policy_loss.loss_mode
-    return not trains_only_reward_model(config) and loss in PAIR_LOSSES
-
-
-def estimates_advantages(config: Config) -> bool:
-    """Return whether rewards become advantages: not for fixed responses, pairs, or teachers alone."""
-    return not is_offline(config) and not trains_pairs(config) and not learns_from_teachers_alone(config)
-
-
-def learns_from_teachers_alone(config: Config) -> bool:
-    return config.distillation.enabled and not config.distillation.distillation_loss.use_task_rewards
-
-
 def teachers_of(config: Config) -> dict[str, TeacherConfig]:
     """Raises ConfigError with all problems of the teachers."""
     if not config.distillation.enabled:
@@ -125,29 +100,11 @@ def teachers_of(config: Config) -> dict[str, TeacherConfig]:
     return teachers
 
 
-def collects(config: Config) -> bool:
-    """Return whether the trained responses are sampled once, from the initial policy."""
-    return config.data.responses == "initial_policy"
-
-
-def samples_answers(config: Config) -> bool:
-    """With fixed responses only validation samples and scores."""
-    return not is_offline(config) or bool(config.data.val_prompt_files)
-
-
-def plays_episodes(config: Config) -> bool:
-    return config.rollout.multi_turn.enable and samples_answers(config) and not collects(config)
-
-
-def is_iterated(config: Config) -> bool:
-    return config.trainer.schedule == ITERATE and not is_offline(config)
-
-
 def versions_ahead(config: Config) -> int | None:
     """Return how many versions the schedule samples ahead (`registry.samples_ahead`): 0 if it samples and
     trains in turns or cannot be loaded, which is reported elsewhere; None: asynchronous.max_staleness."""
     name = config.trainer.schedule
-    if is_offline(config) or is_iterated(config):
+    if config.is_offline or config.is_iterated:
         return 0
     try:
         if ":" in name:
@@ -208,19 +165,19 @@ def settled(config: Config) -> Config:
     """
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     values: dict[str, Any] = {}
-    pairs, correction, scorer = trains_pairs(config), config.algorithm.rollout_correction, config.reward.reward_model
+    pairs, correction, scorer = config.trains_pairs, config.algorithm.rollout_correction, config.reward.reward_model
     if pairs:
         values[f"{actor}.use_kl_loss"] = False
         if config.actor.loss_agg_mode == leaves()[f"{actor}.loss_agg_mode"].default:
             values[f"{actor}.loss_agg_mode"] = PAIR_AVERAGE
     is_corrected = correction.bypass_mode is not None or correction.rollout_is or correction.rollout_rs
-    if not is_offline(config) and oldest_sampler(config) and not pairs and not is_corrected:
+    if not config.is_offline and oldest_sampler(config) and not pairs and not is_corrected:
         values["algorithm.rollout_correction.bypass_mode"] = True
-    if is_offline(config):
+    if config.is_offline:
         values |= {f"{actor}.ppo_mini_batch_size": config.data.train_batch_size, f"{actor}.ppo_epochs": 1}
         values |= {f"{actor}.shuffle": False, f"{actor}.use_kl_loss": False, "data.gen_batch_size": None}
         values |= {f"{rollout}.n": 2 if pairs else 1, f"{rollout}.temperature": 1.0}
-        if trains_only_reward_model(config):
+        if config.trains_only_reward_model:
             # It takes the policy's place: tokenizer and sizes are read from its folder. Nothing samples with
             # it; engine hf refuses no model.
             model = ModelConfig(scorer.model_path or "", scorer.tokenizer_path, scorer.trust_remote_code)
@@ -228,13 +185,6 @@ def settled(config: Config) -> Config:
         else:
             values["trainer.schedule"] = OFFLINE
     return replaced(config, values)
-
-
-def longest_sequence(config: Config) -> int:
-    data = config.data
-    if is_offline(config) and data.max_length is not None:
-        return data.max_length
-    return data.max_prompt_length + data.max_response_length
 
 
 def pass_rule(config: Config, role: Literal["actor", "old", "ref", "critic"]) -> MicroBatchRule:
@@ -276,61 +226,9 @@ def lm_head_chunk(tokens: int | None, vocabulary: int) -> int:
     return tokens or max(2048, 2**24 // vocabulary)
 
 
-def may_have_critic(config: Config) -> bool:
-    """A user's own estimator is known only once it is imported."""
-    estimator = config.algorithm.adv_estimator
-    return estimates_advantages(config) and (estimator in VALUE_ESTIMATORS or ":" in estimator)
-
-
-def critic_has_own_model(config: Config) -> bool:
-    return config.critic.model.path not in ("", config.model.path)
-
-
-def is_colocated(config: Config) -> bool:
-    return config.rollout.nnodes == 0
-
-
 def nodes_per_engine(config: Config, machine: Machine) -> int:
     """Return the nodes over which one engine is spread, 1 if a node has enough devices."""
     return max(1, config.rollout.tensor_model_parallel_size // machine.devices(config, "rollout")[1])
-
-
-def updates_per_step(config: Config) -> int:
-    actor = config.actor
-    return config.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
-
-
-def gen_batch_size(config: Config) -> int:
-    return config.data.gen_batch_size or config.data.train_batch_size
-
-
-def has_kl_in_loss(config: Config) -> bool:
-    actor = config.actor
-    return actor.use_kl_loss and actor.kl_loss_coef > 0
-
-
-def has_kl_in_reward(config: Config) -> bool:
-    return config.algorithm.use_kl_in_reward and config.algorithm.kl_ctrl.kl_coef > 0
-
-
-def trains_reward_model(config: Config) -> bool:
-    """A user's own schedule may train the reward model."""
-    if is_iterated(config):
-        return config.trainer.iterate.reward_model_steps > 0
-    return trains_only_reward_model(config) or ":" in config.trainer.schedule
-
-
-def trains_only_reward_model(config: Config) -> bool:
-    return config.trainer.schedule == REWARD_MODEL
-
-
-def has_judge(config: Config) -> bool:
-    """Return whether a judge's score is part of the reward, instead of an audit."""
-    return config.reward.judge.base_url is not None and "judge" not in config.reward.audit
-
-
-def scores_steps_by_model(config: Config) -> bool:
-    return config.reward.reward_model.enable and config.reward.reward_model.step_separator is not None
 
 
 def profilers_of(config: Config) -> dict[str, ProfilerConfig]:

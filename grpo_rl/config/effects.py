@@ -13,9 +13,10 @@ from functools import cache
 
 from grpo_rl.config import derived
 from grpo_rl.config.convert import show
-from grpo_rl.config.derived import REWARD_MODEL, Machine
+from grpo_rl.config.derived import Machine
 from grpo_rl.config.function_options import WITHOUT_DUAL_CLIP
 from grpo_rl.config.schema.fields import Leaf, leaves, replaced, value_of
+from grpo_rl.config.schema.kinds import LABEL_LOSSES, REWARD_MODEL
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import Problems
 
@@ -92,7 +93,7 @@ def _unread(config: Config, machine: Machine, of_plan: Iterable[Rule] = ()) -> d
 
 def rules_of(config: Config, machine: Machine) -> list[Rule]:
     """The first rule that holds for a key gives the reason."""
-    mode = _of_reward_model(config) if derived.trains_only_reward_model(config) else _of_schedule(config)
+    mode = _of_reward_model(config) if config.trains_only_reward_model else _of_schedule(config)
     return [*mode, *_of_learning(config), *_of_sampling_and_rewards(config, machine), *_of_sizes(config, machine)]
 
 
@@ -167,14 +168,14 @@ def _all_but_reward_models() -> str:
 
 def _of_schedule(config: Config) -> list[Rule]:
     loss, data = config.actor.policy_loss.loss_mode, config.data
-    offline, collects, pairs = derived.is_offline(config), derived.collects(config), derived.trains_pairs(config)
-    of_training = (not derived.trains_reward_model(config), f"{SCORER}.train.*", f"it is of trainer.schedule={REWARD_MODEL}")
+    offline, collects, pairs = config.is_offline, config.collects, config.trains_pairs
+    of_training = (not config.trains_reward_model, f"{SCORER}.train.*", f"it is of trainer.schedule={REWARD_MODEL}")
     if not offline and ":" in config.trainer.schedule:
         return [of_training]
     source = "samples before training" if collects else "trains on the answers in the data"
     fixed = f"data.responses={data.responses} {source}"
     mini = config.actor.ppo_mini_batch_size
-    registered, silent = offline and ":" not in loss, offline and not collects and not derived.samples_answers(config)
+    registered, silent = offline and ":" not in loss, offline and not collects and not config.samples_answers
     return [
         of_training,
         (
@@ -190,7 +191,7 @@ def _of_schedule(config: Config) -> list[Rule]:
         (offline, "policy kl_loss advantages rewards critic", fixed),
         (offline and not collects, "samples", fixed),
         (offline and mini != data.train_batch_size, f"{A}.ppo_mini_batch_size", f"{fixed}, one optimizer step on each batch"),
-        (loss in derived.LABEL_LOSSES, "pairs", f"loss_mode={loss} reads the columns completion and label"),
+        (loss in LABEL_LOSSES, "pairs", f"loss_mode={loss} reads the columns completion and label"),
         (registered and pairs, "answers", f"loss_mode={loss} reads rows with pairs"),
         (registered and not pairs, "pairs", f"loss_mode={loss} reads rows with answers to learn"),
         (silent, "sampling source", "needs data.val_prompt_files: nothing else is sampled and scored"),
@@ -200,13 +201,13 @@ def _of_schedule(config: Config) -> list[Rule]:
 
 def _of_learning(config: Config) -> list[Rule]:
     actor, algorithm, teacher = config.actor, config.algorithm, config.distillation.distillation_loss
-    loss, groups, pairs = actor.policy_loss.loss_mode, algorithm.filter_groups, derived.trains_pairs(config)
-    teachers_only = derived.learns_from_teachers_alone(config)
+    loss, groups, pairs = actor.policy_loss.loss_mode, algorithm.filter_groups, config.trains_pairs
+    teachers_only = config.learns_from_teachers_alone
     samples_alone, reason = (
-        teachers_only and not derived.is_offline(config),
+        teachers_only and not config.is_offline,
         f"{DISTANCE}.use_task_rewards=false learns from teachers alone",
     )
-    no_critic = not pairs and not derived.may_have_critic(config)
+    no_critic = not pairs and not config.may_have_critic
     of_critic = (
         "critic"
         if config.critic.enable is not False
@@ -255,11 +256,11 @@ def _of_learning(config: Config) -> list[Rule]:
 def _of_sampling_and_rewards(config: Config, machine: Machine) -> list[Rule]:
     rollout, reward, engine = config.rollout, config.reward, config.rollout.name
     is_float32 = rollout.dtype == "float32" or (rollout.dtype == "auto" and machine.device == "cpu")
-    prompts = "val_prompt_files" if derived.is_offline(config) else "val_files"
+    prompts = "val_prompt_files" if config.is_offline else "val_files"
     # Without `judge` among the audits a judge would be part of the reward.
-    audits = "judge" in reward.audit or not (config.trainer.val_only or derived.is_offline(config))
-    scores = reward.reward_model.enable or derived.trains_only_reward_model(config)
-    by_model = derived.is_iterated(config) or derived.scores_steps_by_model(config)
+    audits = "judge" in reward.audit or not (config.trainer.val_only or config.is_offline)
+    scores = reward.reward_model.enable or config.trains_only_reward_model
+    by_model = config.is_iterated or config.scores_steps_by_model
     on_gpus = config.model.lm_head_precision in ("tf32", "bfloat16")
     is_local = config.ray_kwargs.ray_init.address is None and not machine.cluster
     return [

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from grpo_rl.config import derived
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.data.row_set import TrainingSet
@@ -225,7 +224,7 @@ def make_row_order(
     data = config.data
     size_key = "data.train_batch_size" if data.gen_batch_size is None else "data.gen_batch_size"
     if data.curriculum is not None and isinstance(dataset, PromptDataset):
-        return Curriculum(data.curriculum, dataset, derived.gen_batch_size(config), data.seed, size_key)
+        return Curriculum(data.curriculum, dataset, config.gen_batch_size, data.seed, size_key)
     sizes = dataset.entry_sizes()
     if data.train_weights is not None and 0 in sizes:
         raise ConfigError(
@@ -234,7 +233,7 @@ def make_row_order(
         )
     return RowOrder(
         len(dataset),
-        derived.gen_batch_size(config),
+        config.gen_batch_size,
         data.shuffle,
         data.seed,
         size_key=size_key,

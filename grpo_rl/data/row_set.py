@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
 import numpy as np
 import torch
 
-from grpo_rl.config.derived import longest_sequence
 from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.rows import BadRow, Row, at
@@ -288,7 +287,7 @@ def largest_token(row: Any) -> int:
 
 class TrainingSet(RowSet[Tokenized]):
     def __init__(self, files: Sequence[str], config: Config, tokenizer: Any, **options: Any) -> None:
-        super().__init__(files, config.data, tokenizer, longest_sequence(config), **options)
+        super().__init__(files, config.data, tokenizer, config.longest_sequence, **options)
         self.run = config
 
     @abstractmethod

@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from grpo_rl.config.derived import plays_episodes
 from grpo_rl.config.schema.tree import Config, DataConfig, MultiTurnConfig
 from grpo_rl.data.chat_deltas import ChatDeltas
 from grpo_rl.data.prompts import Renderer
@@ -25,7 +24,7 @@ class EpisodeSetup:
     @staticmethod
     def of(config: Config) -> EpisodeSetup | None:
         """None if the run has no episodes. Raises ConfigError with all problems."""
-        if not plays_episodes(config):
+        if not config.plays_episodes:
             return None
         multi_turn, problems = config.rollout.multi_turn, list[str]()
         try:

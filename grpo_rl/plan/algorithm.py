@@ -56,11 +56,11 @@ def checks(config: Config) -> Iterator[tuple[str, Callable[[], Any]]]:
             yield "", partial(_bind, config, choice)
     if config.distillation.enabled:
         yield "", lambda: _refuse(_of_teachers(config))
-    if derived.is_offline(config):
+    if config.is_offline:
         return  # nothing is sampled that could be corrected or filtered
-    if derived.estimates_advantages(config):
+    if config.estimates_advantages:
         yield "algorithm.adv_estimator: ", lambda: _refuse(_of_estimator(config))
-    if not derived.trains_pairs(config):
+    if not config.trains_pairs:
         yield "algorithm.rollout_correction.", lambda: _refuse(_of_correction(config))
     groups, data, function = config.algorithm.filter_groups, config.data, config.rollout.function
     if function is not None:
@@ -105,12 +105,12 @@ def without_effect_on_policy(config: Config) -> list[str]:
 def _is_used(config: Config, choice: Choice) -> bool:
     """Return whether a function is called at all; the full KL is not a registered one."""
     if choice is KL_IN_LOSS:
-        return derived.has_kl_in_loss(config) and choice.name(config) != "full"
+        return config.has_kl_in_loss and choice.name(config) != "full"
     if choice is ESTIMATOR:
-        return derived.estimates_advantages(config)
+        return config.estimates_advantages
     if choice is KL_IN_REWARD:
         return config.algorithm.use_kl_in_reward
-    return not derived.trains_only_reward_model(config)
+    return not config.trains_only_reward_model
 
 
 def _bind(config: Config, choice: Choice) -> None:
@@ -186,7 +186,7 @@ def _fits(config: Config, choice: Choice, function: Any) -> Problems:
         yield f"{chosen}: corrects for samples of an older policy, and the reward is of the policy that sampled; algorithm.kl_penalty=k3"
     if choice is LOSS and "pairs" in needs:
         yield from _pairs(config, chosen)
-    elif choice is LOSS and derived.is_offline(config) and name != "sft" and ":" not in name:
+    elif choice is LOSS and config.is_offline and name != "sft" and ":" not in name:
         yield (
             f"{chosen}: is made for responses of the policy as it is, and data.responses={config.data.responses} trains on fixed ones; "
             f"{LOSS.key}=sft learns them, {LOSS.key}=dpo compares two"
@@ -213,9 +213,9 @@ def _pairs(config: Config, chosen: str) -> Problems:
     average = AVERAGE.name(config)
     if ":" not in average and average not in PAIR_AVERAGES:
         yield f"{ACTOR}.loss_agg_mode={average}: makes no mean over pairs, and {chosen} is one; {ACTOR}.loss_agg_mode={' or '.join(PAIR_AVERAGES)}"
-    if not derived.is_offline(config) and config.rollout.n == 1:
+    if not config.is_offline and config.rollout.n == 1:
         yield f"{chosen}: compares the best and the worst response to a prompt, and actor_rollout_ref.rollout.n=1; usual is 2 to 16"
-    rule, longest = derived.pass_rule(config, "actor"), derived.longest_sequence(config)
+    rule, longest = derived.pass_rule(config, "actor"), config.longest_sequence
     budget, sequence_ranks = rule.max_tokens, rule.sequence_ranks
     if budget is not None and longest <= budget < 2 * longest:
         yield (
@@ -246,7 +246,7 @@ def _factors(config: Config) -> dict[str, float]:
 def _reads_old_logprobs(config: Config) -> bool:
     """Return whether loss or KL term depend on the policy that sampled."""
     actor = config.actor
-    if derived.has_kl_in_loss(config) and actor.kl_loss_type != "full":
+    if config.has_kl_in_loss and actor.kl_loss_type != "full":
         kl = trial.KINDS[KL_IN_LOSS.kind].registry.get(actor.kl_loss_type)
         if "old_logprobs" in needs_of(kl):
             return True
@@ -265,7 +265,7 @@ def _of_estimator(config: Config) -> Problems:
     except ConfigError:
         return  # reported by itself
     read = "steps" if "steps" in needed else "the parts"
-    if "states" in needed and not derived.plays_episodes(config):
+    if "states" in needed and not config.plays_episodes:
         yield (
             f"{name} compares turns that episodes take in the same state, and here every response is one turn; "
             "actor_rollout_ref.rollout.multi_turn.enable=true, or an estimator of whole responses, such as grpo"
@@ -291,9 +291,9 @@ def _of_estimator(config: Config) -> Problems:
                 f"{name} reads {read} of the reward, which a failed one does not have; reward.on_failure=value cannot stand for them, "
                 "use drop or stop"
             )
-    if derived.is_iterated(config) and "parts" in needed:
+    if config.is_iterated and "parts" in needed:
         yield f"{name} reads the parts of the reward, and with trainer.schedule=iterate only the model's score counts"
-    if derived.is_iterated(config) and "steps" in needed and config.reward.reward_model.step_separator is None:
+    if config.is_iterated and "steps" in needed and config.reward.reward_model.step_separator is None:
         yield (
             f"{name} reads rewards of steps, which with trainer.schedule=iterate come from the reward model alone "
             "(reward.reward_model.step_separator); take an estimator of whole responses, such as grpo"
@@ -303,8 +303,8 @@ def _of_estimator(config: Config) -> Problems:
 def _of_teachers(config: Config) -> Problems:
     teachers, taught = derived.teachers_of(config), Distillation.from_config(config.distillation)
     assert taught is not None
-    key, loss, rows = "distillation.teacher_models", f"{LOSS.key}={LOSS.name(config)}", derived.is_offline(config)
-    if derived.trains_pairs(config):
+    key, loss, rows = "distillation.teacher_models", f"{LOSS.key}={LOSS.name(config)}", config.is_offline
+    if config.trains_pairs:
         yield f"distillation.enabled=true: {loss} compares pairs, and a teacher teaches single responses; {LOSS.key}=vanilla"
     elif taught.as_advantage and LOSS.name(config) in POLICY_LOSSES and selection_of(POLICY_LOSSES.get(LOSS.name(config))):
         yield f"distillation.distillation_loss.use_policy_gradient=true: {loss} chooses tokens by the advantages of rewards"
@@ -347,7 +347,7 @@ def first_other_token(config: Config, path: str) -> str | None:
 def _of_correction(config: Config) -> Problems:
     correction = RolloutCorrection.from_config(config.algorithm.rollout_correction)
     actor = config.actor
-    is_stale = derived.oldest_sampler(config) > 0 and not derived.trains_pairs(config)
+    is_stale = derived.oldest_sampler(config) > 0 and not config.trains_pairs
     if is_stale and not correction.rollout_is and not _has_ratio(config):
         yield (
             f"rollout_is=null: {'trainer.schedule=' + config.trainer.schedule if derived.max_staleness(config) else 'algorithm.replay'} trains tokens that older weights have sampled, and "

@@ -177,7 +177,7 @@ class Plan:
 
     @property
     def plays_episodes(self) -> bool:
-        return self.role("rollout") is not None and derived.plays_episodes(self.config)
+        return self.role("rollout") is not None and self.config.plays_episodes
 
     @property
     def trains(self) -> bool:
@@ -238,14 +238,14 @@ def decide(
     """Return the plan without its page and memory estimate, of the configuration with what the schedule
     fixes. `resumes`: a checkpoint of the run exists; `model`: its sizes, if they were read before. Raises ConfigError for
     unregistered names."""
-    sampled = derived.collection(config) if derived.collects(config) else None
+    sampled = derived.collection(config) if config.collects else None
     config = derived.settled(config)
     model = model or model_size(config.model.path)
     objective = objective_of(config)
     needs = needs_of(ADVANTAGES.get(config.algorithm.adv_estimator))
     schedule = schedule_of(config)
-    driven = roles_of(schedule) - (frozenset() if derived.samples_answers(config) else {"rollout", "rewarder"})
-    if not derived.trains_reward_model(config):
+    driven = roles_of(schedule) - (frozenset() if config.samples_answers else {"rollout", "rewarder"})
+    if not config.trains_reward_model:
         driven -= {"reward_model"}
     reference = _reference(config, objective) if "reference" in driven else None
     base_reference = reference if config.model.lora_rank else None
@@ -267,7 +267,7 @@ def decide(
         objective=objective,
         advantage_needs=needs,
         rows=_rows(config, objective),
-        critic_model=config.critic.model.path if derived.critic_has_own_model(config) else None,
+        critic_model=config.critic.model.path if config.critic_has_own_model else None,
         base_reference=base_reference,
         teachers=tuple(teachers.items()),
         resumes=resumes,
@@ -279,13 +279,13 @@ def decide(
 def _reference(config: Config, objective: Objective) -> str | None:
     """Return the purpose of a reference, None if nothing reads one. Raises ConfigError."""
     readers = {
-        "the KL in the loss": derived.has_kl_in_loss(config),
-        "the KL in the reward": derived.has_kl_in_reward(config),
+        "the KL in the loss": config.has_kl_in_loss,
+        "the KL in the reward": config.has_kl_in_reward,
         "the loss": objective.needs_ref,
     }
     purpose = next((reader for reader, reads in readers.items() if reads), None)
     model = config.model
-    if objective.needs_ref and not derived.has_kl_in_loss(config) and model.lora_rank and model.lora_adapter_path is not None:
+    if objective.needs_ref and not config.has_kl_in_loss and model.lora_rank and model.lora_adapter_path is not None:
         raise ConfigError(
             f"actor_rollout_ref.model.lora_adapter_path={model.lora_adapter_path}: the loss compares with a reference, which under "
             "adapters is the base model and not the policy that this run would begin with; merge the adapter into a model and begin "
@@ -304,7 +304,7 @@ def _roles(
 
     def cores(processes: int) -> int:
         # Roles of one pool take turns on the cores; processes of one role, and on a CPU other pools, do not.
-        separate = trains and machine.device == "cpu" and not derived.is_colocated(config)
+        separate = trains and machine.device == "cpu" and not config.is_colocated
         busy = _num_replicas(config, machine) + ranks if separate or derived.overlaps(config) else processes
         return max(1, machine.num_cpus // busy)
 
@@ -312,7 +312,7 @@ def _roles(
     if "rollout" in driven:
         parallel = rollout.tensor_model_parallel_size
         replicas = _num_replicas(config, machine)
-        pool = "actor" if derived.is_colocated(config) else "rollout"
+        pool = "actor" if config.is_colocated else "rollout"
         threads = (machine.device == "cpu" and rollout.cpu_threads) or cores(replicas)
         # Three calls at once: a long poll, a submission, a control call.
         roles.append(RolePlan("rollout", pool, replicas, threads, "sampling", parallel, calls_at_once=3))
@@ -320,7 +320,7 @@ def _roles(
         reason = "training" if trains else "the checkpoint's weights, which it hands to the engines"
         roles.append(RolePlan("actor", "actor", ranks, cores(ranks), reason, stateful=True))
     if reference is not None:
-        moves = derived.is_iterated(config)
+        moves = config.is_iterated
         roles.append(RolePlan("reference", "actor", ranks, cores(ranks), reference, stateful=moves))
     if any(teacher.model_path is not None for teacher in derived.teachers_of(config).values()) and "teacher" in driven:
         pool, count = "teacher" if config.distillation.nnodes else "actor", machine.world_size(config, "teacher")
@@ -344,9 +344,9 @@ def _num_replicas(config: Config, machine: Machine) -> int:
 
 
 def _rows(config: Config, objective: Objective) -> RowKind | None:
-    if derived.trains_only_reward_model(config):
+    if config.trains_only_reward_model:
         return "rated steps" if config.reward.reward_model.train.loss == "steps" else "pairs"
-    if not derived.is_offline(config):
+    if not config.is_offline:
         return None
     if objective.needs_kl:
         return "labelled answers"
@@ -367,7 +367,7 @@ def _engine(config: Config, machine: Machine, roles: list[RolePlan]) -> EngineSp
 
 def _pools(config: Config, machine: Machine, used: set[str]) -> tuple[PoolPlan, ...]:
     """The actor's is reserved first."""
-    of_engines, spans = "actor" if derived.is_colocated(config) else "rollout", derived.nodes_per_engine(config, machine)
+    of_engines, spans = "actor" if config.is_colocated else "rollout", derived.nodes_per_engine(config, machine)
     names: tuple[derived.Pool, ...] = ("actor", "rollout", "teacher", "reward_model")
     return tuple(
         PoolPlan(name, *machine.devices(config, name), spans if name == of_engines else 1) for name in names if name in used
@@ -379,12 +379,12 @@ def _passes(config: Config, objective: Objective) -> Passes:
     are computed only for other readers. Losses over pairs have no ratio."""
     correction = RolloutCorrection.from_config(config.algorithm.rollout_correction)
     readers = {
-        "the KL in the reward": derived.has_kl_in_reward(config),
+        "the KL in the reward": config.has_kl_in_reward,
         "the correction of rollouts": correction.active,
         f"the choice of tokens by {objective.loss_mode}": objective.needs_selection,
     }
     old_readers = tuple(reader for reader, reads in readers.items() if reads)
-    has_ratio = derived.updates_per_step(config) > 1 and not objective.needs_pairs
+    has_ratio = config.updates_per_step > 1 and not objective.needs_pairs
     old_logprobs: OldLogprobs = "actor" if old_readers or has_ratio else "none"
     return Passes(
         old_logprobs="engine" if correction.bypass_mode else old_logprobs,
@@ -398,12 +398,12 @@ def _passes(config: Config, objective: Objective) -> Passes:
 
 
 def _reward(config: Config, *, scores: bool, reads_steps: bool) -> RewardPlan:
-    by_model = derived.scores_steps_by_model(config)
+    by_model = config.scores_steps_by_model
     steps_from: Literal["rules", "model", "turns", "none"] = "none"
     if reads_steps:
-        steps_from = "turns" if derived.plays_episodes(config) else "model" if by_model else "rules"
-    rules, judge = scores and bool(config.reward.functions), scores and derived.has_judge(config)
-    return RewardPlan(scores, rules, judge, steps_from, derived.is_iterated(config))
+        steps_from = "turns" if config.plays_episodes else "model" if by_model else "rules"
+    rules, judge = scores and bool(config.reward.functions), scores and config.has_judge
+    return RewardPlan(scores, rules, judge, steps_from, config.is_iterated)
 
 
 def _sizes(config: Config, num_train_rows: int | None) -> Sizes:
@@ -414,14 +414,14 @@ def _sizes(config: Config, num_train_rows: int | None) -> Sizes:
     return Sizes(
         rollouts_per_step=data.train_batch_size * config.rollout.n,
         mini_batches=data.train_batch_size // actor.ppo_mini_batch_size,
-        updates_per_step=derived.updates_per_step(config),
+        updates_per_step=config.updates_per_step,
         critic_warmup=config.trainer.critic_warmup,
         critic_mini_batch_size=mini_batch_size,
         critic_epochs=epochs,
         critic_updates_per_step=data.train_batch_size // mini_batch_size * epochs,
         num_train_rows=num_train_rows,
         total_steps=_total_steps(config, None if may_drop_rows else num_train_rows),
-        iteration=(iterate.reward_model_steps, iterate.steps_per_iteration) if derived.is_iterated(config) else None,
+        iteration=(iterate.reward_model_steps, iterate.steps_per_iteration) if config.is_iterated else None,
     )
 
 

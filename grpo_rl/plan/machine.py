@@ -10,7 +10,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.config import derived
 from grpo_rl.config.derived import Machine
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError, Problems
@@ -82,7 +81,7 @@ def problems(config: Config, machine: Machine) -> Problems:
     # Without a GPU n_gpus_per_node is a number of processes.
     max_ranks, worlds = RANKS_PER_CORE * machine.num_cpus, dict[str, tuple[Any, int]]()
     worlds["trainer"] = (trainer, machine.world_size(config))
-    if not derived.is_colocated(config):
+    if not config.is_colocated:
         worlds["actor_rollout_ref.rollout"] = (rollout, machine.world_size(config, "rollout"))
     if scorer.enable and scorer.enable_resource_pool:
         worlds["reward.reward_model"] = (scorer, machine.world_size(config, "reward_model"))
@@ -217,7 +216,7 @@ def _too_much_for_named(config: Config, machine: Machine) -> Problems:
     trainer, planned = config.trainer, named(config.trainer.machine or "")
     if not trainer.dry_run:
         yield f"{KEY}={trainer.machine}: a machine that is named can only be planned for; set trainer.dry_run=true, or leave it out"
-    num_asked = trainer.nnodes + (0 if derived.is_colocated(config) else config.rollout.nnodes)
+    num_asked = trainer.nnodes + (0 if config.is_colocated else config.rollout.nnodes)
     if planned.nodes > 1 and num_asked > planned.nodes:
         yield f"{KEY}={trainer.machine}: {num_asked} machines are asked for (trainer.nnodes={trainer.nnodes}), and it has {planned.nodes}"
     _, per_node = machine.devices(config, "actor")

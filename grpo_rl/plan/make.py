@@ -12,7 +12,7 @@ from grpo_rl.checkpoint.store import CheckpointStore
 from grpo_rl.config import effects
 from grpo_rl.config.checks.all_rules import check
 from grpo_rl.config.compose import Composed
-from grpo_rl.config.derived import Machine, collects, is_offline, plays_episodes, settled, trains_only_reward_model
+from grpo_rl.config.derived import Machine, settled
 from grpo_rl.config.schema.fields import replaced
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.sources.locate import HUB_PREFIX, check_data_files, data_files, open_source
@@ -104,7 +104,7 @@ def _functions(config: Config) -> Checks:
         yield "", lambda: RewardFunction.from_config(audit_of(config.reward), key="audit")
     if config.reward.judge.base_url is not None:
         yield "", lambda: JudgeSpec.of(config.reward)
-    if plays_episodes(config):
+    if config.plays_episodes:
         yield "", lambda: EpisodeSetup.of(config)
     custom = config.data.custom_cls
     if custom.path is not None and custom.name is not None:
@@ -144,7 +144,7 @@ def _look_at_data(config: Config) -> int | None:
     away = trainer.machine is not None and any(not Path(name).expanduser().exists() for name in files)
     unusable = [] if away else _unusable(config)
     rows = None
-    if data.custom_cls.path is None and not trainer.val_only and not collects(config):
+    if data.custom_cls.path is None and not trainer.val_only and not config.collects:
         counts = [count for name in data.train_files for count in _count(name, with_files=not (unusable or away))]
         rows = None if not counts or None in counts else sum(count or 0 for count in counts)
         if rows is not None and data.train_max_samples >= 0:
@@ -164,14 +164,14 @@ def _look_at_data(config: Config) -> int | None:
 
 def _unusable(config: Config) -> list[str]:
     data = config.data
-    if trains_only_reward_model(config):
+    if config.trains_only_reward_model:
         rates_steps = config.reward.reward_model.train.loss == "steps"
         return check_data_files(data, rated_row if rates_steps else partial(pair_texts, with_margin=True))
-    if not is_offline(config):
+    if not config.is_offline:
         return check_data_files(replace(data, train_files=[]) if config.trainer.val_only else data)
     objective = algorithm.objective_of(config)
     read: Callable[..., Any] = pair_texts if objective.needs_pairs else conversation
-    sampled = data.train_files if collects(config) else []
+    sampled = data.train_files if config.collects else []
     rows = check_data_files(replace(data, train_files=[]) if sampled else data, labelled_texts if objective.needs_kl else read)
     prompts = check_data_files(replace(data, train_files=[*sampled, *data.val_prompt_files], val_files=[]))
     return [*rows, *(problem for problem in prompts if problem not in rows)]

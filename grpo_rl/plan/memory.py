@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import get_args
 
-from grpo_rl.config.derived import COPIED_BYTES, Machine, MicroBatchRule, is_offline, lm_head_chunk, longest_sequence
+from grpo_rl.config.derived import COPIED_BYTES, Machine, MicroBatchRule, lm_head_chunk
 from grpo_rl.config.schema.algorithm import TeacherConfig
 from grpo_rl.config.schema.model import FsdpConfig, ModelConfig, RefFsdpConfig
 from grpo_rl.config.schema.tree import Config
@@ -333,10 +333,10 @@ def _engine_tensors(engine: EngineSpec, size: ModelSize, width: int) -> int:
 
 def _tokens(config: Config, rule: MicroBatchRule) -> int:
     """The most tokens of a micro-batch per rank, at most those of a mini-batch."""
-    longest, n = longest_sequence(config), config.rollout.n
+    longest, n = config.longest_sequence, config.rollout.n
     prompts = config.actor.ppo_mini_batch_size
     of_group = n * longest
-    if rule.shares_prompts and not is_offline(config):
+    if rule.shares_prompts and not config.is_offline:
         of_group = config.data.max_prompt_length + n * config.data.max_response_length
     limit = rule.max_tokens if rule.max_tokens is not None else (rule.max_rollouts or 1) * longest
     return -(-min(limit, prompts * of_group) // rule.sequence_ranks)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl.config.convert import show
-from grpo_rl.config.derived import Machine, critic_has_own_model, longest_sequence, samples_answers, teachers_of
+from grpo_rl.config.derived import Machine, teachers_of
 from grpo_rl.config.schema.fields import replaced
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError, Problems
@@ -92,7 +92,7 @@ def check_others(config: Config) -> None:
     named = {
         f"distillation.teacher_models.{name}.model_path": teacher.model_path for name, teacher in teachers_of(config).items()
     }
-    named["critic.model.path"] = config.critic.model.path if critic_has_own_model(config) else None
+    named["critic.model.path"] = config.critic.model.path if config.critic_has_own_model else None
     named["reward.reward_model.model_path"] = scorer.model_path
     problems: list[str] = []
     for key, path in named.items():
@@ -244,12 +244,12 @@ def with_shared_prompts(config: Config, settings: Settings | None) -> Config:
 def _engine_refuses(config: Config, machine: Machine, settings: Settings) -> Problems:
     """Yield what vLLM would refuse after a start of most of a minute."""
     rollout = config.rollout
-    if not samples_answers(config):
+    if not config.samples_answers:
         return  # no engine starts
     if rollout.name != "vllm" or {"hf_overrides", "max_model_len"} & set(rollout.engine_kwargs.get("vllm", {})):
         return
     text = settings.get("text_config") or settings
-    known, limit, longest = positions_of(text), rollout.max_model_len, longest_sequence(config)
+    known, limit, longest = positions_of(text), rollout.max_model_len, config.longest_sequence
     may_be_longer = os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0") not in ("", "0")
     if known is not None and (limit or longest) > known[1] and not may_be_longer:
         key = "actor_rollout_ref.rollout.max_model_len" if limit else "data.max_prompt_length + data.max_response_length"
@@ -414,7 +414,7 @@ def _training_refuses(config: Config, settings: Settings) -> Problems:
         if text.get(name) not in (None, 1, 1.0):
             yield f"{path}: models with {name} cannot be trained here, and this one has {name}={text[name]}"
     # The trainer's attention has no sliding window.
-    window, longest = text.get("sliding_window"), longest_sequence(config)
+    window, longest = text.get("sliding_window"), config.longest_sequence
     slides = text.get("use_sliding_window") is not False and "sliding_attention" in (
         text.get("layer_types") or ["sliding_attention"]
     )
@@ -425,7 +425,7 @@ def _training_refuses(config: Config, settings: Settings) -> Problems:
         )
     heads, sequence_ranks = text.get("num_attention_heads"), actor.ulysses_sequence_parallel_size
     split = {_ACTOR: sequence_ranks, "actor_rollout_ref.ref": config.ref.ulysses_sequence_parallel_size or 1}
-    if not critic_has_own_model(config):
+    if not config.critic_has_own_model:
         split["critic"] = config.critic.ulysses_sequence_parallel_size
     for role, ranks in split.items():
         if isinstance(heads, int) and heads > 0 and heads % ranks:

@@ -11,7 +11,7 @@ from typing import Any
 from grpo_rl.config import derived
 from grpo_rl.config.checks.all_rules import check
 from grpo_rl.config.convert import show
-from grpo_rl.config.derived import Machine, longest_sequence
+from grpo_rl.config.derived import Machine
 from grpo_rl.config.schema.fields import replaced
 from grpo_rl.frozen import frozen
 from grpo_rl.machine_memory import machine_memory
@@ -196,7 +196,7 @@ def _smaller_passes(plan: Plan) -> list[tuple[float, Changes]]:
     key, value, least = "ppo_micro_batch_size_per_gpu", actor.ppo_micro_batch_size_per_gpu or 1, 1
     if rule.max_tokens is not None:
         key, value = "ppo_max_token_len_per_gpu", rule.max_tokens // rule.sequence_ranks
-        least = -(-longest_sequence(plan.config) // rule.sequence_ranks)
+        least = -(-plan.config.longest_sequence // rule.sequence_ranks)
     ways: list[tuple[float, Changes]] = []
     while value > least:
         value = max(least, value // 2)

@@ -17,11 +17,6 @@ from grpo_rl.config.compose import Composed
 from grpo_rl.config.convert import show
 from grpo_rl.config.derived import (
     MicroBatchRule,
-    collects,
-    estimates_advantages,
-    gen_batch_size,
-    is_offline,
-    longest_sequence,
     max_staleness,
     oldest_sampler,
     processes_on,
@@ -111,7 +106,7 @@ def _setting(config: Config, plan: Plan) -> Rows:
     if plan.collection is not None:
         yield "collection", _collection(plan.collection, plan.objective.needs_pairs)
     yield "validation", ", ".join(config.data.val_files) or "none"
-    if is_offline(config) and config.data.val_prompt_files:
+    if config.is_offline and config.data.val_prompt_files:
         yield "answered", ", ".join(config.data.val_prompt_files)
     yield "run", _length_of_run(config, plan)
 
@@ -132,7 +127,7 @@ def _length_of_run(config: Config, plan: Plan) -> str:
         return "validation only, of " + ("the run's checkpoint" if plan.resumes else "the model's folder")
     sizes = plan.sizes
     if sizes.total_steps is None:
-        length = f"{_count(trainer.total_epochs, 'pass', 'passes')} over the {'kept responses' if collects(config) else 'data'}"
+        length = f"{_count(trainer.total_epochs, 'pass', 'passes')} over the {'kept responses' if config.collects else 'data'}"
     else:
         updates = sizes.actor_updates if plan.role("actor") else sizes.reward_model_updates
         length = f"{_count(sizes.total_steps, 'training step')}, {_count(updates, 'optimizer step')}"
@@ -162,9 +157,9 @@ def _roles(config: Config, plan: Plan) -> Rows:
         yield "reference", f"{_count(reference.num_workers, 'rank')} on the actor's devices, for {reference.reason}{moves}"
     elif plan.base_reference is not None:
         yield "reference", f"the base model under the adapters, by the actor's ranks, for {plan.base_reference}; no second copy"
-    elif plan.trains and (not is_offline(config) or plan.objective.needs_ref):
+    elif plan.trains and (not config.is_offline or plan.objective.needs_ref):
         first = "the actor computes the initial policy's log-probs of all rows once, before step 1"
-        yield "reference", f"not started: {first if is_offline(config) else 'nothing reads one'}"
+        yield "reference", f"not started: {first if config.is_offline else 'nothing reads one'}"
     if critic := plan.role("critic"):
         start = plan.critic_model or "the actor's model"
         yield (
@@ -227,7 +222,7 @@ def _engines(plan: Plan, engine: EngineSpec) -> str:
 
 def _step(config: Config, plan: Plan) -> Rows:
     data, actor, sizes = config.data, config.actor, plan.sizes
-    if plan.role("actor") is None or is_offline(config):
+    if plan.role("actor") is None or config.is_offline:
         scorer, cut = config.reward.reward_model, _micro_batches(plan)
         if plan.role("actor") is None:
             steps, cut = scorer.train.loss == "steps", [f"<= {scorer.max_token_len_per_gpu:,} tokens per rank"]
@@ -237,7 +232,7 @@ def _step(config: Config, plan: Plan) -> Rows:
         else:
             pairs = plan.objective.needs_pairs and not plan.objective.needs_kl
             rows, places = ("pair", "both answers of every pair") if pairs else ("row", "the tokens of the assistant's turns")
-        longest = longest_sequence(config)
+        longest = config.longest_sequence
         yield "rows", f"{_count(data.train_batch_size, rows)} of the data, at most {longest} tokens in a sequence"
         yield "update", f"1 optimizer step, on {places}"
         yield "micro-batch", "; ".join(cut)
@@ -313,7 +308,7 @@ def _selection(config: Config) -> Rows:
     if groups.enable and groups.refill:
         yield (
             "keep",
-            f"groups whose {groups.metric} differs, refilled by {gen_batch_size(config)} prompts at a time to "
+            f"groups whose {groups.metric} differs, refilled by {config.gen_batch_size} prompts at a time to "
             f"{data.train_batch_size} groups, {groups.max_num_gen_batches} batches at most; epochs pass faster",
         )
     elif groups.enable:
@@ -379,7 +374,7 @@ def _objective(config: Config, plan: Plan) -> Rows:
         steps = "1/num_steps Σ_steps -y log sigmoid(s) - (1 - y) log sigmoid(-s);  s the score at the step's end, y its label"
         yield "loss", f"= {steps if train.loss == 'steps' else pairs}"
         return
-    if estimates_advantages(config):
+    if config.estimates_advantages:
         advantage = shown(ADVANTAGES.get(algorithm.adv_estimator), estimator_options(algorithm))
         yield "A", f"= {advantage.removeprefix('A = ')}  [{algorithm.adv_estimator}]"
     if plan.role("critic"):

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from grpo_rl.config import derived
 from grpo_rl.config.schema.model import MultiTurnConfig
 from grpo_rl.config.schema.tree import Config, RewardConfig
 from grpo_rl.errors import NoRewardError, RewardError
@@ -188,7 +187,7 @@ def _add(rollout: Rollout, model: ModelReward, result: RewardResult) -> None:
 
 
 def factors_of(config: Config) -> dict[str, float]:
-    if derived.is_iterated(config):
+    if config.is_iterated:
         return {RULE: 0.0} | model_factors(config)
     rules = RewardFunction.from_config(config.reward).factors if config.reward.functions else {}
     return rules | model_factors(config)
@@ -198,15 +197,15 @@ def model_factors(config: Config) -> dict[str, float]:
     factors: dict[str, float] = {}
     if config.reward.reward_model.enable:
         factors[REWARD_MODEL] = config.reward.reward_model.weight
-    if derived.has_judge(config):
+    if config.has_judge:
         factors[JUDGE] = config.reward.judge.weight
-    if derived.plays_episodes(config):
+    if config.plays_episodes:
         factors[ENVIRONMENT] = config.rollout.multi_turn.environment.reward_weight
     return factors
 
 
 def may_score_steps(config: Config) -> bool:
-    if derived.scores_steps_by_model(config) or derived.plays_episodes(config):
+    if config.scores_steps_by_model or config.plays_episodes:
         return True
     return bool(config.reward.functions) and RewardFunction.from_config(config.reward).may_score_steps
 
@@ -219,14 +218,14 @@ def describe_roles(config: Config, num_ranks: int, played_in: str) -> Iterator[t
         what = f"a score per step, cut at {model.step_separator!r}" if model.step_separator else "one score per response"
         passes = f"in passes of <= {model.max_token_len_per_gpu:,} tokens"
         yield "model score", f"{num_ranks} rank{'s' * several} {place}, FSDP2, {model.model_path}; {what}, {passes}"
-    if derived.plays_episodes(config):
+    if config.plays_episodes:
         turns = config.rollout.multi_turn
         tools = ", ".join(filter(None, [turns.tool_config_path, *turns.tools]))
         names = [turns.environment.name, turns.interaction_config_path, tools and f"tools by {turns.format}: {tools}"]
         limits = [(turns.max_assistant_turns, "turns"), (turns.max_user_turns, "answers")]
         bounds = "".join(f", at most {number:,} {what}" for number, what in limits if number is not None)
         yield "episodes", f"{'; '.join(filter(None, names))}; in {played_in}{bounds}"
-    if derived.has_judge(config):
+    if config.has_judge:
         judge = config.reward.judge
         how = f"answers read by {judge.parser}"
         if judge.rubric is not None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from grpo_rl.background import has_ended, in_background
-from grpo_rl.config.derived import gen_batch_size
 from grpo_rl.errors import DataError, NoRewardError
 from grpo_rl.trainer.parts import training_sampling
 from grpo_rl.trainer.sampled.selection import by_uid
@@ -98,7 +97,7 @@ class InFlight:
         session, refills = self.session, self.selection.refills
         steps_left = session.total_steps - session.step + 1 - self.has_taken
         num_wanted, num_groups = min(self.room, steps_left * self.batch_size), len(self.groups)
-        most_useless = self.selection.filters.max_num_gen_batches * gen_batch_size(session.config) - self.batch_size
+        most_useless = self.selection.filters.max_num_gen_batches * session.config.gen_batch_size - self.batch_size
         try:
             while len(self.groups) < num_wanted and not self.selection.exhausted:
                 if refills and len(self._untrained) > most_useless:

@@ -11,7 +11,7 @@ import torch
 from grpo_rl.algos.aggregate import group_tokens
 from grpo_rl.algos.objective import Objective
 from grpo_rl.background import in_background
-from grpo_rl.config.derived import is_iterated, max_staleness, overlaps
+from grpo_rl.config.derived import max_staleness, overlaps
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.collate import collate
 from grpo_rl.data.dataset import PromptDataset
@@ -96,7 +96,7 @@ class Session:
             num_responses = config.rollout.n
             self.replay = GroupReplay(algorithm.replay, config.data.train_batch_size, num_responses)
             roles.replays.append(self.replay)
-        if is_iterated(config) and roles.reward_model is not None:
+        if config.is_iterated and roles.reward_model is not None:
             self.pair_replay = PairReplay(iterate.replay_pairs, iterate.replay_share, config.trainer.seed)
             roles.replays.append(self.pair_replay)
         factors = {} if roles.rewarder is None else roles.rewarder.factors

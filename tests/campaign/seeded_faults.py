@@ -235,11 +235,11 @@ FAULTS: list[Fault] = [
     _F(
         "lost epoch",
         "data/draw_order.py",
-        'default_rng((self._identity["seed"], epoch))',
-        'default_rng((self._identity["seed"],))',
+        "default_rng((seed, epoch))",
+        "default_rng((seed,))",
         "unit/data",
     ),
-    _F("off by one", "data/draw_order.py", "return found, number", "return found, number - 1", "unit/data"),
+    _F("off by one", "data/draw_order.py", "return usable, number", "return usable, number - 1", "unit/data"),
     _F(
         "lost position",
         "data/draw_order.py",
@@ -589,8 +589,8 @@ FAULTS: list[Fault] = [
     _F(
         "overlap not known",
         "config/derived.py",
-        "return config.trainer.schedule in (ONE_STEP_OFF, ASYNC) and not is_offline(config)",
-        "return config.trainer.schedule == ASYNC and not is_offline(config)",
+        "return versions_ahead(config) != 0",
+        "return versions_ahead(config) is None",
         "unit/config unit/trainer unit/test_plan.py",
     ),
     _F(
@@ -603,8 +603,8 @@ FAULTS: list[Fault] = [
     _F(
         "pass left out",
         "plan/decisions.py",
-        "derived.updates_per_step(config) > 1 and not objective.needs_pairs",
-        "derived.updates_per_step(config) > 1",
+        "config.updates_per_step > 1 and not objective.needs_pairs",
+        "config.updates_per_step > 1",
         "unit/test_plan.py unit/config/test_schedule_rules.py",
     ),
     _F(

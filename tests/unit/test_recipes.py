@@ -9,7 +9,6 @@ import yaml
 
 from grpo_rl.config import recipes
 from grpo_rl.config.compose import compose
-from grpo_rl.config.derived import plays_episodes
 from grpo_rl.config.recipes import folder, known_recipes
 from grpo_rl.config.schema.fields import flat, leaves
 from grpo_rl.data.prompts import Renderer
@@ -25,7 +24,7 @@ def test_a_recipe_is_a_valid_configuration(recipe: str) -> None:
     assert composed.recipe == recipe
     assert composed.config.data.train_files
     # What the plan builds before anything starts; an environment may give the whole reward.
-    if composed.config.reward.functions or not plays_episodes(composed.config):
+    if composed.config.reward.functions or not composed.config.plays_episodes:
         RewardFunction.from_config(composed.config.reward)
 
 

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping
 from grpo_rl.config import derived, effects
 from grpo_rl.config.checks import engine_arguments, inputs
 from grpo_rl.config.convert import show
-from grpo_rl.config.derived import ITERATE, OFFLINE, Machine, settled
+from grpo_rl.config.derived import OFFLINE, Machine, settled
 from grpo_rl.config.schema.fields import leaves, nearest, value_of
+from grpo_rl.config.schema.kinds import ITERATE, LABEL_LOSSES
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import Problems
 
@@ -83,7 +84,7 @@ def _training(config: Config) -> Problems:
             yield f"{key}.betas={show(betas)}: must be two numbers >= 0 and < 1, e.g. [0.9,0.999]"
     if algorithm.filter_groups.enable and config.rollout.n == 1:
         yield f"algorithm.filter_groups.enable=true: a group of one response never has a signal, and {_R}.n=1; usual is 5 to 16"
-    if model.lora_rank and derived.is_iterated(config):
+    if model.lora_rank and config.is_iterated:
         yield f"{_M}.lora_rank={model.lora_rank}: trainer.schedule=iterate moves the reference, which under adapters is the base model"
     contents = actor.checkpoint.save_contents
     missing = [name for name in _RESUMABLE if name not in contents]
@@ -122,7 +123,7 @@ def _sampling(config: Config) -> Problems:
 def _rewards(config: Config) -> Problems:
     scorer, estimator = config.reward.reward_model, config.algorithm.adv_estimator
     separator, key = scorer.step_separator, f"{_SCORER}.step_separator"
-    if derived.trains_only_reward_model(config):
+    if config.trains_only_reward_model:
         if scorer.train.loss == "steps" and not separator:
             yield (
                 f"{key} is not set: {_SCORER}.train.loss=steps reads a step at the end of the text between steps; give it, such as "
@@ -150,7 +151,7 @@ def _episodes(config: Config) -> Problems:
         )
     if turns.environment.name is not None and turns.interaction_config_path is not None:
         yield f"{_TURNS}.interaction_config_path: names an environment, as environment.name={turns.environment.name} does; keep one"
-    if derived.collects(config):
+    if config.collects:
         yield f"{_TURNS}.enable=true: data.responses=initial_policy keeps single responses; data.responses=policy"
     if config.rollout.ignore_eos:
         yield f"{_TURNS}.enable=true: with {_R}.ignore_eos=true no turn would ever end; leave that out"
@@ -163,15 +164,15 @@ def _schedule(config: Config) -> Problems:
         config.data,
         config.rollout.n,
     )
-    offline, pairs = derived.is_offline(config), derived.trains_pairs(config)
-    if pairs and loss in derived.LABEL_LOSSES and data.responses != "rows":
+    offline, pairs = config.is_offline, config.trains_pairs
+    if pairs and loss in LABEL_LOSSES and data.responses != "rows":
         yield f"{_A}.policy_loss.loss_mode={loss}: learns labelled answers; data.responses=rows, with columns completion and label"
     if pairs and offline and data.truncation != "error":
         yield (
             f"data.truncation={data.truncation}: a loss over pairs compares whole answers, and a cut one would be another; "
             "drop long rows with data.filter_overlong_prompts=true"
         )
-    if pairs and derived.collects(config) and n < 2:
+    if pairs and config.collects and n < 2:
         yield f"{_R}.n={n}: data.responses={data.responses} compares the best and the worst of a group; 2 or more"
     if schedule == OFFLINE and not offline:
         yield f"trainer.schedule={OFFLINE}: is chosen by data.responses=rows, which trains on the answers in data.train_files"
@@ -180,14 +181,14 @@ def _schedule(config: Config) -> Problems:
             f"{_A}.policy_loss.loss_mode={loss}: reads no advantages, so the reward would have no effect with "
             f"trainer.schedule={schedule}; data.responses=rows learns the answers in the data, loss_mode=reinforce weighs sampled ones"
         )
-    if derived.is_iterated(config):
+    if config.is_iterated:
         yield from _iterated(config)
     if derived.overlaps(config):
         yield from _overlapping(config)
     yield from _old_samples(config)
     if config.rollout.function is not None and not offline:
         key = f"{_R}.function={config.rollout.function}"
-        if derived.plays_episodes(config):
+        if config.plays_episodes:
             yield f"{key}: makes the rollouts, and so does {_R}.multi_turn.enable=true; give one of them"
         if derived.overlaps(config):
             yield f"{key}: makes a batch at a time, and trainer.schedule={schedule} asks for single responses; trainer.schedule=sync"
@@ -205,7 +206,7 @@ def _old_samples(config: Config) -> Problems:
     if not config.algorithm.replay.max_age:
         return
     rollout, obstacle = config.rollout, ""
-    if derived.plays_episodes(config):
+    if config.plays_episodes:
         obstacle = "episodes of several turns"
     elif config.distillation.enabled:
         obstacle = "teachers, which read more of a prompt than is kept"
@@ -217,7 +218,7 @@ def _old_samples(config: Config) -> Problems:
 
 def _overlapping(config: Config) -> Problems:
     key, asynchronous = f"trainer.schedule={config.trainer.schedule}", config.trainer.asynchronous
-    if derived.is_colocated(config) and not config.trainer.val_only:
+    if config.is_colocated and not config.trainer.val_only:
         yield (
             f"{key}: samples while it trains, and with {_R}.nnodes=0 the engines share the actor's devices; give them their own: "
             f"{_R}.nnodes=1 {_R}.n_gpus_per_node=..., beside trainer.n_gpus_per_node"
@@ -290,10 +291,10 @@ def _passes(config: Config) -> Problems:
 
 def _lengths(config: Config) -> Problems:
     sampled = config.data.max_prompt_length + config.data.max_response_length
-    trained, actor, critic = derived.longest_sequence(config), config.actor, config.critic
+    trained, actor, critic = config.longest_sequence, config.actor, config.critic
     rollout, sequence_ranks = config.rollout, actor.ulysses_sequence_parallel_size
     scorer = config.reward.reward_model
-    scores = scorer.enable or derived.trains_only_reward_model(config)
+    scores = scorer.enable or config.trains_only_reward_model
     by_tokens = derived.pass_rule(config, "actor").max_tokens is not None
     budgets = {
         f"{_A}.ppo_max_token_len_per_gpu": (actor.ppo_max_token_len_per_gpu if by_tokens else None, sequence_ranks),
@@ -328,7 +329,7 @@ def _lengths(config: Config) -> Problems:
 def _gpus(config: Config, machine: Machine) -> Problems:
     trainer, scorer = config.trainer, config.reward.reward_model
     pools = {"trainer": machine.devices(config, "actor")}
-    if not derived.is_colocated(config):
+    if not config.is_colocated:
         pools["rollout"] = machine.devices(config, "rollout")
     if scorer.enable and scorer.enable_resource_pool:
         pools["reward_model"] = machine.devices(config, "reward_model")
@@ -342,7 +343,7 @@ def _gpus(config: Config, machine: Machine) -> Problems:
 
 
 def _engines(config: Config, machine: Machine) -> Problems:
-    rollout, colocated = config.rollout, derived.is_colocated(config)
+    rollout, colocated = config.rollout, config.is_colocated
     (nodes, per_node), parallel = machine.devices(config, "rollout"), rollout.tensor_model_parallel_size
     spans = derived.nodes_per_engine(config, machine)
     across = rollout.name == "vllm" and machine.device == "cuda" and parallel == spans * per_node and nodes % spans == 0
@@ -386,7 +387,7 @@ def _ranks(config: Config, ranks: int) -> Problems:
     for key, size in (sizes | {f"{key}.fsdp_size": size for key, size in fsdp.items() if 0 < size < ranks}).items():
         if ranks % size:
             yield f"{key}={size}: must divide the {ranks} ranks, trainer.nnodes x n_gpus_per_node; possible: {_divisors(ranks)}"
-    if derived.is_iterated(config) and config.ref.fsdp_config.fsdp_size != config.actor.fsdp_config.fsdp_size:
+    if config.is_iterated and config.ref.fsdp_config.fsdp_size != config.actor.fsdp_config.fsdp_size:
         yield (
             f"{_REF}.fsdp_config.fsdp_size={config.ref.fsdp_config.fsdp_size}: with trainer.schedule=iterate the reference takes over "
             f"the actor's shards, and needs the same groups; set {_A}.fsdp_config.fsdp_size={config.actor.fsdp_config.fsdp_size} for both"

@@ -10,7 +10,6 @@ import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from grpo_rl.config import derived
 from grpo_rl.config.convert import show
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import Problems
@@ -81,21 +80,21 @@ def _data_file(file: str, *, elsewhere: bool) -> str | None:
 def _models(config: Config) -> Problems:
     model, scorer = config.model, config.reward.reward_model
     scorer_only, own_tokenizer = (
-        derived.trains_only_reward_model(config),
+        config.trains_only_reward_model,
         f"{_MODEL}.tokenizer_path",
     )  # scorer_only: without a policy
     if not scorer_only and not model.path:
         yield f"{_MODEL}.path is not set: give a Hugging Face model folder, or builtin:arithmetic for the embedded model"
     elif not scorer_only:
         yield from _model_folder(config, OWN_CODE, f"{_MODEL}.path", model.path, own_tokenizer, model.tokenizer_path)
-        if derived.may_have_critic(config) and derived.critic_has_own_model(config):
+        if config.may_have_critic and config.critic_has_own_model:
             path = config.critic.model.path
             if path.startswith("builtin:"):
                 yield f"critic.model.path={path}: an embedded model has to be the actor's too; a model folder, or leave it out"
             yield from _model_folder(config, OWN_CODE, "critic.model.path", path)
     if not scorer.enable and not scorer_only:
         return
-    embedded = derived.trains_reward_model(config)
+    embedded = config.trains_reward_model
     if scorer.model_path is None:
         example = ", or builtin:arithmetic" if embedded else " with a head of one label"
         yield f"{_SCORER}.model_path is not set: the reward model needs one, a model folder{example}"
@@ -174,8 +173,8 @@ def brings_code(file: Path) -> bool:
 
 def _rewards(config: Config) -> Problems:
     reward = config.reward
-    scores = derived.samples_answers(config) or derived.collects(config)
-    by_model = reward.reward_model.enable or derived.has_judge(config) or derived.plays_episodes(config)
+    scores = config.samples_answers or config.collects
+    by_model = reward.reward_model.enable or config.has_judge or config.plays_episodes
     if scores and not reward.functions and not by_model:
         yield "reward.functions=[]: without a reward there is nothing to learn from; auto takes the rule of the data source"
     if len(set(reward.functions)) < len(reward.functions):

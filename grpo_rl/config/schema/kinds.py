@@ -143,3 +143,8 @@ Illness = Literal[
     "groups_too_hard", "groups_too_easy", "few_groups_with_signal",
 ]  # fmt: skip
 """What the doctor (`telemetry/diagnosis`) may find, causes before consequences."""
+
+LABEL_LOSSES = ("kto",)  # losses over single answers that are desirable or not
+PAIR_LOSSES = ("dpo", "dpo_hinge", "ipo", "simpo", "orpo", *LABEL_LOSSES)  # losses over preferences
+VALUE_ESTIMATORS = ("gae",)  # advantage estimators that read a critic's values
+ITERATE, REWARD_MODEL = "iterate", "reward_model"  # schedules

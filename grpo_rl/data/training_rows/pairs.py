@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_rl.config.derived import trains_only_reward_model
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.row_set import TrainingSet
@@ -135,7 +134,7 @@ class PairSet(TrainingSet[Pair]):
 
     def _tokenized(self, row: Row) -> Pair:
         # Only reward models' loss reads margins.
-        texts = pair_texts(row, self.config, with_margin=trains_only_reward_model(self.run))
+        texts = pair_texts(row, self.config, with_margin=self.run.trains_only_reward_model)
         return tokenized_pair(texts, self.renderer, [row.get(name) for name in IDS_OF_PAIR])
 
 

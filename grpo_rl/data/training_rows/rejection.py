@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
-from grpo_rl.config.derived import gen_batch_size
 from grpo_rl.config.schema.tree import Config, DataConfig, RejectionConfig
 from grpo_rl.data.rows import Row
 from grpo_rl.data.training_rows.pairs import best_and_worst
@@ -24,7 +23,7 @@ _COLUMNS = ("prompt_key", "response_key", "chosen_key", "rejected_key", "message
 
 
 def parts_of(config: Config, num_prompts: int) -> list[range]:
-    size = gen_batch_size(config)
+    size = config.gen_batch_size
     return [range(start, min(start + size, num_prompts)) for start in range(0, num_prompts, size)]
 
 
