@@ -109,7 +109,7 @@ def test_a_run_that_goes_on_after_any_step_does_what_it_would_have_done(make_run
     last, rows = saved(checkpoints / "step_8"), learnt(whole)
     assert {name.partition("/")[0] for name in last} > {"reference", "reward_model", PairReplay.file, "trainer.json"}
     # The later the step, the earlier it is tried: a run that goes on sets later checkpoints aside.
-    for step in (7, 6, 5, 3, 2, 1):
+    for step in (6, 4, 2, 1):
         again, _ = make_run(*words, steps=8, rows=40)
         again.resume(checkpoints / f"step_{step}")
         again.fit()

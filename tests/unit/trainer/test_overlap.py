@@ -176,28 +176,29 @@ def test_a_token_beyond_the_bound_ends_the_run_before_it_is_trained(make_run):
     assert run.session.version == len(record.trained) < 6
 
 
-@pytest.mark.parametrize("schedule", [ONE_STEP_OFF, async_of(2)], ids=["one_step_off", "async"])
 @pytest.mark.parametrize(
-    ("call", "count", "saved", "refills"),
+    ("schedule", "call", "count", "saved", "refills"),
     [
-        ("submit", 5, None, False),  # prompts were drawn for the step, and nothing is trained
-        ("_collect", 20, None, False),
-        ("keep_weights", 3, 3, False),  # the training is about to begin: nothing leaves it any more
-        ("update", 3, 3, False),  # in the other thread: a step whose weights have changed is finished
-        ("_collect", 250, None, True),
+        (async_of(2), "submit", 5, None, False),  # prompts were drawn for the step, and nothing is trained
+        (ONE_STEP_OFF, "_collect", 20, None, False),
+        (async_of(2), "keep_weights", 3, 3, False),  # the training is about to begin: nothing leaves it any more
+        (ONE_STEP_OFF, "update", 3, 3, False),  # in the other thread: a step whose weights have changed is finished
+        (ONE_STEP_OFF, "_collect", 200, None, True),
+        (async_of(2), "_collect", 200, None, True),
     ],
+    ids=["draw", "sampling", "before_update", "update", "refill_one_step_off", "refill_async"],
 )
 def test_a_stopped_run_loses_no_prompt_and_trains_none_twice(
     make_run, listening, monkeypatch, schedule, call, count, saved, refills
 ):
-    steps, words, rows = 7, (*schedule, "trainer.save_at_end=true"), 16
+    steps, words, rows = 6, (*schedule, "trainer.save_at_end=true"), 16
     answers = long_tailed(1)
     if refills:
         words, rows, answers = (*words, *refilling()), 120, long_tailed(1, partly_solved)
     run, record = make_run(*words, steps=steps, rows=rows, answers=answers, slots=6, tokens_per_update=3)
     listening(run)
     interrupt_at(run.roles.actor if call == "update" else run.roles.rollout, monkeypatch, call, count)
-    with pytest.raises(Preempted, match=r"step \d of 7 is saved"):
+    with pytest.raises(Preempted, match=r"step \d of 6 is saved"):
         run.fit()
     [at] = steps_saved(run)
     assert at == (saved or at) and 0 < at < steps
@@ -266,7 +267,7 @@ def trained_groups(run: RunLoop) -> dict[int, list[str]]:
     return {step: list(dict.fromkeys(uid for uid, _ in rollouts)) for step, rollouts in ledger(run).items()}
 
 
-@pytest.mark.parametrize(("refills", "gen_batch_size"), [(False, None), (True, None), (True, 1), (True, 3)])
+@pytest.mark.parametrize(("refills", "gen_batch_size"), [(False, None), (True, 1), (True, 3)])
 def test_async_without_staleness_is_the_synchronous_schedule(make_run, refills, gen_batch_size):
     runs, options = [], {"slots": 5} if refills else {"slots": 3}
     for schedule in (["trainer.schedule=sync"], async_of(0)):

@@ -50,31 +50,29 @@ def steps_saved(trainer: RunLoop) -> list[int]:
     return trainer.store.steps()
 
 
-@pytest.mark.parametrize(
-    ("call", "count", "saved"),
-    [
-        ("generate", 4, 2),  # the third step's responses are given up, and sampled again (the first call validates)
-        ("update", 3, 3),  # a step whose weights have changed is finished
-        ("old_logprobs", 3, 3),  # others wait for each other here, and the step is nearly done
-        ("sync_weights", 4, 2),
-    ],
-)
-def test_the_state_that_is_saved_is_the_newest_one_between_two_steps(make_run, listening, monkeypatch, call, count, saved):
-    run, record = make_run(*VALIDATED, steps=5)
-    listening(run)
-    interrupt_at(run.roles.rollout if hasattr(run.roles.rollout, call) else run.roles.actor, monkeypatch, call, count)
-    with pytest.raises(Preempted, match=f"by SIGTERM: step {saved} of 5 is saved"):
-        run.fit()
-    assert steps_saved(run) == [saved]
-    assert [int(row["step"]) for row in learnt(run)] == list(range(saved + 1))
-
-    resumed, again = make_run(*VALIDATED, steps=5)
-    resumed.resume(run.store.folder / f"step_{saved}")
-    resumed.fit()
+def test_the_state_that_is_saved_is_the_newest_one_between_two_steps(make_run, listening, monkeypatch):
     whole, undisturbed = make_run(*VALIDATED, "trainer.experiment_name=whole", steps=5)
     whole.fit()
-    assert [*record.prompts[: saved + 1], *again.prompts] == undisturbed.prompts
-    assert learnt(resumed) == learnt(whole)
+    for role, call, count, saved in (
+        ("rollout", "generate", 4, 2),  # the third step's responses are given up, and sampled again (the first call validates)
+        ("actor", "update", 3, 3),  # a step whose weights have changed is finished
+        ("actor", "old_logprobs", 3, 3),  # others wait for each other here, and the step is nearly done
+        ("rollout", "sync_weights", 4, 2),
+    ):
+        words = (*VALIDATED, f"trainer.experiment_name={call}")
+        run, record = make_run(*words, steps=5)
+        listening(run)
+        interrupt_at(getattr(run.roles, role), monkeypatch, call, count)
+        with pytest.raises(Preempted, match=f"by SIGTERM: step {saved} of 5 is saved"):
+            run.fit()
+        assert steps_saved(run) == [saved]
+        assert [int(row["step"]) for row in learnt(run)] == list(range(saved + 1))
+
+        resumed, again = make_run(*words, steps=5)
+        resumed.resume(run.store.folder / f"step_{saved}")
+        resumed.fit()
+        assert [*record.prompts[: saved + 1], *again.prompts] == undisturbed.prompts, call
+        assert learnt(resumed) == learnt(whole), call
 
 
 def test_a_validation_that_is_given_up_is_made_up_for_before_the_run_goes_on(make_run, listening, monkeypatch):
