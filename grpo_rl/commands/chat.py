@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,10 +74,10 @@ def main(argv: Sequence[str]) -> int:
     target = find_target(options.target, trusted=options.trust_run)
     # Progress is no answer either.
     console = Console(None if sys.stdin.isatty() else sys.stderr)
+    folder = Path(tempfile.mkdtemp(prefix="grpo-chat-"))
     with ExitStack() as stack:
         stack.callback(console.close)
-        # Stays after a failure: it has the logs that an error names.
-        folder = Path(tempfile.mkdtemp(prefix="grpo-chat-"))
+        stack.push(partial(_remove, folder))
         model = model_folder(target, console, trusted=options.trust_run)
         # A person takes the place of rewards and environments.
         keys = settings_of_run(target.run, options.engine, words, trusted=options.trust_run, without=("reward.", EPISODES))
@@ -91,8 +92,13 @@ def main(argv: Sequence[str]) -> int:
         started = stack.enter_context(sampler(session, plan))
         session.phase("gen")
         _talk(plan.config, started, options, target.label)
-    shutil.rmtree(folder, ignore_errors=True)
     return 0
+
+
+def _remove(folder: Path, failure: type[BaseException] | None, *_: object) -> None:
+    """Remove a conversation's folder, unless it has logs that an error names."""
+    if failure is None or not any(folder.rglob("*.log")):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _talk(config: Config, sampler: Sampler, options: argparse.Namespace, label: str) -> None:

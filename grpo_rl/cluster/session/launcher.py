@@ -20,10 +20,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-
-from grpo_rl.frozen import frozen
 
 TOKEN = "GRPO_SESSION"
 MARKER = "grpo_session"  # the file with the token of its session: no folder without it is removed
@@ -35,7 +34,7 @@ TRACKER_S = 2.0
 PASSED_ON = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGTSTP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Session:
     """What belongs to a run: processes with this token, and a folder of this user's alone, which exists once there is a run."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import tempfile
 from importlib import import_module
 from pathlib import Path
 
@@ -96,9 +97,12 @@ def test_mistakes_end_with_their_exit_code_before_anything_starts(
     words: list[str], code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (temporary := tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     assert main(words) == code
     out, err = capsys.readouterr()
     assert said in err and "Traceback" not in out + err
+    assert not [path for path in temporary.iterdir() if path.name.startswith("grpo")]
 
 
 def documented() -> list[tuple[str, ...]]:
