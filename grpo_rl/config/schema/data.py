@@ -102,7 +102,7 @@ class DataConfig:
     """Refuse longer prompts that were not filtered, or cut tokens off on that side."""
     shuffle: bool = field(True, needs="curriculum=null | {curriculum} chooses the rows")
     """Draw the training rows of every epoch in a new seeded order."""
-    seed: Seed = field(1, needs="shuffle=true")
+    seed: Seed = field(1, needs="shuffle=true", harmless=True)
     """Seed of that order."""
     train_weights: list[Positive] | None = field(
         None,

@@ -343,7 +343,7 @@ class RolloutConfig:
     """Sample tokens with at least this share of the likeliest one's probability. As top_p."""
     fp32_lm_head: bool = field(False, needs="name=vllm")
     """vllm: float32 logits though `dtype` is less, as the trainer's."""
-    seed: Seed = 0
+    seed: Seed = field(0, harmless=True)
     """Each response's seed derives from this, the step, the prompt and its number."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Compute type of the engine; auto: bfloat16 on GPU, float32 on CPU."""
