@@ -153,7 +153,7 @@ def run_loop(
         roles = _roles(inputs, make_pool, models, stack)
         sinks = Sinks(run_dir, trainer, settings.resolved, console.warn, console.info)
         stack.callback(sinks.close)
-        rollouts = RolloutLog(run_dir)
+        rollouts = WrittenLog(run_dir)
         stack.callback(rollouts.close)
         verbs = Session(
             settings.config,
@@ -238,6 +238,15 @@ def _roles(inputs: Inputs, make_pool: Callable[..., LocalPool], models: Path, st
     if config.reward.audit and inputs.train_data is not None:
         roles.audit = Audit(config.reward, inputs.audit, stack)
     return roles
+
+
+class WrittenLog(RolloutLog):
+    """A step's rollouts are on the disk when the step is over, for tests that read them in the session's block."""
+
+    def write(self, *arguments: Any) -> Path:
+        path = super().write(*arguments)
+        self.flush()
+        return path
 
 
 class LocalBlock(dict[str, Any]):
