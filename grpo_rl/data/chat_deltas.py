@@ -169,10 +169,10 @@ class ChatDeltas:
             raise DataError(f"{_WHERE}: the chat template does not write an assistant's turn once, as it is")
         return tail
 
-    def _behind_calls(self, asked: Message, called: list[Call], messages: Sequence[Message]) -> str:
+    def _behind_calls(self, question: Message, called: list[Call], messages: Sequence[Message]) -> str:
         """If the template writes the calls in place of the turn's text."""
-        before = self._rendered([asked, {"role": "assistant", "content": "", "tool_calls": called}], begins=False)
-        text = self._rendered([asked, {"role": "assistant", "content": "", "tool_calls": called}, *messages])
+        before = self._rendered([question, {"role": "assistant", "content": "", "tool_calls": called}], begins=False)
+        text = self._rendered([question, {"role": "assistant", "content": "", "tool_calls": called}, *messages])
         end = self._end()
         if not text.startswith(before) or not end or not before.endswith(end):
             raise DataError(f"{_WHERE}: the chat template does not append a tool's answer to the turn that called it")

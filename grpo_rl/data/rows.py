@@ -271,10 +271,10 @@ def expect(value: Any, kind: type | tuple[type, ...], column: str, expected: str
         raise wrong(column, value, expected)
 
 
-def shared_length(left: Sequence[Any], right: Sequence[Any]) -> int:
+def shared_length(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Return the number of entries with which both begin."""
-    differ = (place for place, (entry, other) in enumerate(zip(left, right, strict=False)) if entry != other)
-    return next(differ, min(len(left), len(right)))
+    differ = (place for place, (entry, other) in enumerate(zip(first, second, strict=False)) if entry != other)
+    return next(differ, min(len(first), len(second)))
 
 
 def irregular(path: Path) -> str | None:

@@ -481,8 +481,8 @@ def learn(plan: Plan, runs: Path, records: list[dict[str, float]]) -> None:
     assert plan.model is not None, "it was estimated"
     if (earlier := _known(plan, runs).get(plan.model.num_params)) is not None:
         lengths = {"prompt": fitted.prompt, "response": fitted.response, "spread": fitted.spread}
-        before, now = (step_time(plan, Fitted(**entry)) for entry in (earlier | lengths, dataclasses.asdict(fitted)))
-        if before is not None and now is not None and now.total > BUSY * before.total:
+        foretold, measured_time = step_time(plan, Fitted(**earlier | lengths)), step_time(plan, fitted)
+        if foretold is not None and measured_time is not None and measured_time.total > BUSY * foretold.total:
             return
     entry = {f"{_machine(plan)}; {plan.model.num_params} parameters": dataclasses.asdict(fitted)}
     write_whole(runs / FILE, json.dumps(_read(runs) | entry, indent=1))

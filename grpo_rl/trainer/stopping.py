@@ -79,17 +79,17 @@ class Stop:
     @contextmanager
     def calling_at_deadline(self, call: Callable[[], None]) -> Iterator[None]:
         """Do `call` too, before what is called otherwise, if the grace period ends within the block."""
-        others = self.on_deadline
+        outer_call = self.on_deadline
 
         def call_all() -> None:
             call()
-            others()
+            outer_call()
 
         self.on_deadline = call_all
         try:
             yield
         finally:
-            self.on_deadline = others
+            self.on_deadline = outer_call
 
     def close(self) -> None:
         """Give the signals back to the handlers that they had before."""
