@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from compositions import compose
 
 from grpo_rl.config import choices, recipes
-from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine
 from grpo_rl.config.schema.fields import flat, leaves
 from grpo_rl.plan.make import make_plan

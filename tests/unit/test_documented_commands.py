@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
+from compositions import compose
 from safetensors.torch import save_file
 
 import grpo_rl
-from grpo_rl.config.compose import compose
 from grpo_rl.config.convert import value_problem
 from grpo_rl.config.derived import Machine
 from grpo_rl.config.schema.fields import free_mapping, leaves, sections

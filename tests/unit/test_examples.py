@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from compositions import compose
 from test_run_folder import ended, write_run
 
 import grpo_rl
-from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine
 from grpo_rl.plan.make import make_plan
 

@@ -6,8 +6,8 @@ import pickle
 from pathlib import Path
 
 import pytest
+from compositions import compose
 
-from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine, MicroBatchRule, max_num_seqs
 from grpo_rl.errors import ConfigError
 from grpo_rl.plan.decisions import Plan, PoolPlan, decide

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from compositions import compose
 
 from grpo_rl.algos.advantages.registered import ADVANTAGES
-from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine
 from grpo_rl.errors import ConfigError
 from grpo_rl.models import builtin

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from compositions import compose
 
 from grpo_rl.commands.plan import words_of_lengths
-from grpo_rl.config.compose import compose
 from grpo_rl.errors import DataError
 from grpo_rl.plan.cost import FORWARD, Lengths, Replica, StepTime, step_time
 from grpo_rl.plan.decisions import Plan

@@ -11,8 +11,8 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+from compositions import compose
 
-from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine
 from grpo_rl.errors import ConfigError, DataError
 from grpo_rl.plan.decisions import Plan

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from compositions import compose
 
 from grpo_rl import machine_memory
-from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine
 from grpo_rl.config.schema.tree import DataConfig, RewardConfig
 from grpo_rl.data.dataset import PromptDataset

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from compositions import compose
 
-from grpo_rl.config.compose import compose
 from grpo_rl.errors import ConfigError
 from grpo_rl.machine_memory import MachineMemory
 from grpo_rl.plan import proposal

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import vllm_sources
+from compositions import compose
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_rl import hub
-from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine
 from grpo_rl.config.schema.tree import ModelConfig
 from grpo_rl.errors import ConfigError

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from compositions import compose
 
-from grpo_rl.config.compose import compose
 from grpo_rl.plan.decisions import RoleName, decide
 from grpo_rl.plan.machine import probe_machine
 from grpo_rl.plan.memory import Load, load_of, peak, regions, resident

@@ -2,13 +2,14 @@
 
 import re
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
 import yaml
 
 from grpo_rl.config import recipes
-from grpo_rl.config.compose import compose
+from grpo_rl.config.compose import Composed, compose
 from grpo_rl.config.recipes import folder, known_recipes
 from grpo_rl.config.schema.fields import flat, leaves
 from grpo_rl.data.prompts import Renderer
@@ -18,9 +19,14 @@ from grpo_rl.models.builtin import build_tokenizer, get_builtin
 from grpo_rl.rewards.compose import RewardFunction
 
 
+@cache
+def composed_of(recipe: str) -> Composed:
+    return compose([f"recipe={recipe}"])
+
+
 @pytest.mark.parametrize("recipe", known_recipes())
 def test_a_recipe_is_a_valid_configuration(recipe: str) -> None:
-    composed = compose([f"recipe={recipe}"])
+    composed = composed_of(recipe)
     assert composed.recipe == recipe
     assert composed.config.data.train_files
     # What the plan builds before anything starts; an environment may give the whole reward.
@@ -30,7 +36,7 @@ def test_a_recipe_is_a_valid_configuration(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", known_recipes())
 def test_episodes_of_a_recipe_can_be_rendered_for_its_embedded_model(recipe: str) -> None:
-    config = compose([f"recipe={recipe}"]).config
+    config = composed_of(recipe).config
     setup, path = EpisodeSetup.of(config), config.actor_rollout_ref.model.path
     if setup is None or not path.startswith("builtin:"):
         return

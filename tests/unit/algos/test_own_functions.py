@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from compositions import compose
 from objective_cases import inputs
 
 from grpo_rl.algos import trial
@@ -14,7 +15,6 @@ from grpo_rl.algos.advantages.registered import ADVANTAGES
 from grpo_rl.algos.losses.registered import POLICY_LOSSES
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.trial import estimator_input
-from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine
 from grpo_rl.errors import ConfigError, FunctionError, exit_code_of
 from grpo_rl.plan.make import make_plan

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from compositions import compose
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -19,7 +20,6 @@ from grpo_rl.algos.losses.preference import Pairs
 from grpo_rl.algos.losses.registered import POLICY_LOSSES, LossInput
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.segments import Segments
-from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine
 from grpo_rl.config.function_options import PAIR_AVERAGES
 from grpo_rl.errors import ConfigError

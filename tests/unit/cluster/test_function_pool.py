@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from compositions import compose
 from machine_lacks import needs_sandbox
 
 from grpo_rl.cluster.roles.function_host import BROKEN, LOST, FunctionHost, FunctionSpec, ScorerSpec
 from grpo_rl.cluster.roles.function_pool import AHEAD, JudgeClient, ScorerClient
-from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine, processes_on
 from grpo_rl.config.schema.tree import JudgeConfig, RewardConfig
 from grpo_rl.errors import RewardError

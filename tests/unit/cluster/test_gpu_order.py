@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from compositions import compose
 
 from grpo_rl.cluster import start_roles
 from grpo_rl.cluster.processes.worker_group import WorkerDied, WorkerFailed
@@ -20,7 +21,6 @@ from grpo_rl.cluster.recovery import replicas as replicas_module
 from grpo_rl.cluster.recovery.replicas import Replicas
 from grpo_rl.cluster.roles import rollout_pool
 from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool, Transfer
-from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.make import make_plan

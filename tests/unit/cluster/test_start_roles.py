@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from compositions import compose
 
 from grpo_rl.cluster.role_specs import actor_spec, rank_of
-from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine
 from grpo_rl.plan.make import make_plan
 from grpo_rl.workers.specs import PolicySpec

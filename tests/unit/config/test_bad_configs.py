@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from bad_configs import BAD, BAD_RECIPES
+from compositions import compose
 from config_tools import CPU, EIGHT_GPUS, config_of
 
 from grpo_rl.config import command_line
 from grpo_rl.config.checks.all_rules import check
-from grpo_rl.config.compose import compose
 from grpo_rl.config.convert import show
 from grpo_rl.config.derived import Machine
 from grpo_rl.errors import ConfigError
@@ -19,7 +19,7 @@ from grpo_rl.plan.make import refusals
 
 
 def refusal(words: list[str]) -> list[str]:
-    # What is wrong with a word by itself is part of what composing refuses, and costs a hundredth of it.
+    # What is wrong with a word by itself is part of what composing refuses, and costs a tenth of it.
     if problems := command_line.read(words).line.problems:
         return problems
     try:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import compositions
 import pytest
 import yaml
 from config_tools import A, R, any_settings, nested
 from hypothesis import HealthCheck, given, settings
 
-from grpo_rl.config.compose import compose, to_yaml
+from grpo_rl.config.compose import Composed, compose, to_yaml
 from grpo_rl.errors import ConfigError
 
 OWN = ["data.train_files=a.parquet", "actor_rollout_ref.model.path=some/model"]
@@ -72,6 +74,32 @@ def test_a_key_may_refer_to_another() -> None:
     composed = compose(["trainer.project_name=mine", f"{A}.ppo_mini_batch_size=${{data.train_batch_size}}"])
     assert composed.config.trainer.default_local_dir == "runs/mine"
     assert composed.config.actor_rollout_ref.actor.ppo_mini_batch_size == composed.config.data.train_batch_size
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["recipe=gsm8k/qwen2.5-7b", "machine=2x8xH100-80GB", "seed=3", f"~{A}.ppo_max_token_len_per_gpu"],
+        [
+            "algorithm=dapo",
+            "+algorithm.adv_options={std: batch}",
+            "trainer.logger=[console]",
+            "custom_reward_function.path=x.py",
+        ],
+        ["-cn", "ppo_trainer", "algorithm.adv_options={}", "trainer.project_name=${oc.env:HOME}", f"{A}.grad_clip=0.5"],
+        ["recipe=arithmetic/lora", "trainer.save_frq=1", f"{R}.n=eight", "trainer.project_name=${no.such}"],
+    ],
+)
+def test_what_other_tests_compose_of_files_that_were_composed_before_is_what_hydra_composes(words: list[str]) -> None:
+    def result(compose_words: Callable[[list[str]], Composed]) -> Composed | list[str]:
+        try:
+            return compose_words(words)
+        except ConfigError as error:
+            return error.problems
+
+    result(compositions.compose)
+    assert result(compositions.compose) == result(compose)
 
 
 # ---- recipes -------------------------------------------------------------------------------------------

@@ -8,11 +8,12 @@ import re
 from pathlib import Path
 
 import pytest
+from compositions import compose
 from config_tools import EIGHT_GPUS, A, R, verls_commands
 
 from grpo_rl.config import effects
 from grpo_rl.config.checks.all_rules import check
-from grpo_rl.config.compose import Composed, compose
+from grpo_rl.config.compose import Composed
 from grpo_rl.config.overrides import read
 from grpo_rl.config.schema.fields import free_mapping, leaves, sections, value_of
 from grpo_rl.config.verl.verl_answers import ANSWERS, place_of, refusal

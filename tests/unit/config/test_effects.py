@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from compositions import compose
 from config_tools import CPU, EIGHT_GPUS, RUNNABLE, A, R, config_of, convert, nested
 
 from grpo_rl.config import effects
-from grpo_rl.config.compose import compose
 from grpo_rl.config.convert import convert_or_explain, value_problem
 from grpo_rl.config.derived import Machine
 from grpo_rl.config.schema.fields import Leaf, leaves, value_of

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import compositions
 import hydra
 import pytest
 import yaml
@@ -17,6 +18,7 @@ from config_tools import A, R, verls_commands
 from hydra.core.global_hydra import GlobalHydra
 
 from grpo_rl.config.compose import Composed, compose
+from grpo_rl.config.schema.fields import flat
 from grpo_rl.errors import ConfigError
 from grpo_rl.main import main
 
@@ -253,7 +255,7 @@ def test_verls_commands_with_verls_defaults_have_no_line_about_others(monkeypatc
     def kept(words: dict[str, str], *more: str) -> Composed:
         given = {key: value for key, value in words.items() if key != "trainer.logger"}
         files = {"REWARD_FILE": __file__, "ADAPTER": "away"}
-        return compose([*more, *(f"{key}={files.get(value, value)}" for key, value in given.items())])
+        return compositions.compose([*more, *(f"{key}={files.get(value, value)}" for key, value in given.items())])
 
     verls = {"algorithm.adv_estimator": "gae", f"{A}.use_kl_loss": False, f"{R}.n": 1, f"{R}.seed": 42}
     for name, words in verls_commands().items():
@@ -267,8 +269,6 @@ def test_verls_commands_with_verls_defaults_have_no_line_about_others(monkeypatc
 
 
 def theirs_only(ours: Composed, theirs: Composed) -> dict[str, object]:
-    from grpo_rl.config.schema.fields import flat
-
     before = flat(ours.resolved)
     return {key: value for key, value in flat(theirs.resolved).items() if value != before[key]}
 

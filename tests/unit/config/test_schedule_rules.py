@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from compositions import compose
 from config_tools import CPU, EIGHT_GPUS, RUNNABLE, A, R, config_of
 
 from grpo_rl.config.checks.all_rules import check
-from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import max_staleness, settled
 from grpo_rl.config.schema.fields import leaves
 from grpo_rl.config.schema.tree import Config

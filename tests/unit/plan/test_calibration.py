@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 import pytest
+from compositions import compose
 
-from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine
 from grpo_rl.plan import cost
 from grpo_rl.plan.cost import SPREAD

@@ -11,7 +11,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.config.compose import compose
+from compositions import compose
+
 from grpo_rl.plan.cost import step_time
 from grpo_rl.plan.decisions import decide
 from grpo_rl.plan.machine import probe_machine

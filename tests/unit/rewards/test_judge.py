@@ -123,8 +123,8 @@ def rollout(sample: int, text: str = "a", response_ids: tuple[int, ...] = (1,)) 
     )
 
 
-def one(judge: JudgeRunner) -> Outcome:
-    (result,) = judge.wait([rollout(0)])
+def one(judge: JudgeRunner, sample: int = 0) -> Outcome:
+    (result,) = judge.wait([rollout(sample)])
     return result
 
 
@@ -171,13 +171,13 @@ def test_judging_starts_at_submission_and_the_same_sample_of_a_later_step_is_jud
     assert asked.wait([rollout(0, response_ids=(2, 3))]) == [RewardResult(1.0)]
 
 
-@pytest.mark.parametrize(
-    "trouble", [state(429), state(500, "oops"), state(503), state(408), state(200, "{broken"), state(200, "[]")]
-)
-def test_what_may_be_over_soon_is_tried_again(server, judge, trouble):
-    server.reply = lambda number, body: trouble if number < 2 else completion("score: 9")
-    assert one(judge()) == RewardResult(9.0)
-    assert len(server.bodies) == 3
+def test_what_may_be_over_soon_is_tried_again(server, judge):
+    asked = judge()
+    for trouble in (state(429), state(500, "oops"), state(503), state(408), state(200, "{broken"), state(200, "[]")):
+        done = len(server.bodies)
+        server.reply = lambda number, body, trouble=trouble, done=done: trouble if number < done + 2 else completion("score: 9")
+        assert one(asked, sample=done) == RewardResult(9.0), trouble
+        assert len(server.bodies) == done + 3, trouble
 
 
 def test_the_wait_before_the_next_try_doubles_and_is_at_least_what_the_endpoint_asks_for(server, judge):
@@ -189,12 +189,14 @@ def test_the_wait_before_the_next_try_doubles_and_is_at_least_what_the_endpoint_
     assert waits[0] >= 0.3 and waits[1] >= 0.05 and waits[2] >= 0.1
 
 
-@pytest.mark.parametrize("code", [400, 401, 404, 302])
-def test_a_refusal_is_not_tried_again(server, judge, code):
-    server.reply = lambda number, body: state(code, "no such model")
-    failed = one(judge())
-    assert failed.kind == "judge_error" and failed.cause == f"HTTP {code}: no such model"
-    assert len(server.bodies) == 1
+def test_a_refusal_is_not_tried_again(server, judge):
+    asked = judge()
+    codes = [400, 401, 404, 302]
+    server.reply = lambda number, body: state(codes[number], "no such model")
+    for sample, code in enumerate(codes):
+        failed = one(asked, sample)
+        assert failed.kind == "judge_error" and failed.cause == f"HTTP {code}: no such model"
+        assert len(server.bodies) == sample + 1, code
 
 
 def test_a_slow_request_is_a_timeout_and_the_next_try_may_be_quick(server, judge):
@@ -217,10 +219,14 @@ def test_the_deadline_ends_a_judgement_with_all_its_tries(server, judge):
     assert failed.kind == "judge_timeout" and "deadline_s=0.5" in failed.cause
 
 
-@pytest.mark.parametrize("returned", ["None", "True", "float('nan')", "10 ** 400", "'7'", "1 / 0"])
-def test_whatever_a_parser_of_ones_own_returns_or_raises_is_checked(server, judge, tmp_path, returned):
-    (tmp_path / "mine.py").write_text(f"def read(text):\n    return {returned}\n")
-    assert one(judge(parser=f"{tmp_path / 'mine.py'}:read")).kind == "judge_invalid"
+def test_whatever_a_parser_of_ones_own_returns_or_raises_is_checked(server, judge, tmp_path):
+    (tmp_path / "mine.py").write_text("def read(text):\n    return eval(text)\n")
+    asked = judge(parser=f"{tmp_path / 'mine.py'}:read")
+    returned = ["7.0", "None", "True", "float('nan')", "10 ** 400", "'7'", "1 / 0"]
+    server.reply = lambda number, body: completion(returned[number])
+    assert one(asked) == RewardResult(7.0)
+    for sample, value in enumerate(returned[1:], start=1):
+        assert one(asked, sample).kind == "judge_invalid", value
 
 
 def test_no_more_requests_run_at_a_time_than_allowed(server, judge):
@@ -362,16 +368,6 @@ def test_a_rubric_is_marked_and_its_marks_make_the_score(server, judge, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
-    [('{"right": 1, "criterion_2": 1}', "its last JSON object has no 'rude'"), ('{"right": 2, "criterion_2": 1, "rude": 0}', "2 is not within 0 to 1")],
-)  # fmt: skip
-def test_a_mark_that_is_missing_or_out_of_range_makes_the_judgement_invalid(server, judge, answer, said):
-    server.reply = lambda number, body: completion(answer)
-    failed = one(judge(rubric=CRITERIA))
-    assert failed.kind == "judge_invalid" and said in failed.cause
-
-
-@pytest.mark.parametrize(
     ("rubric", "said"),
     [
         ("[]\n", "a list of 1 to 100 criteria"),
@@ -474,52 +470,61 @@ def test_a_parser_is_a_name_a_key_or_a_function(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "words", "said"),
+    ("settings", "said"),
     [
-        ({}, "no idea", "no `score: x`"),
-        ({}, "score: 11", "11 is not within 0 to 10"),
-        ({}, "score: -1", "-1 is not within 0 to 10"),
-        ({"template": "{response}"}, f"score: {'9' * 40}", r"is not within -3.40282e+38 to 3.40282e+38"),
-        ({"max_score": 5}, "score: 6", "6 is not within"),
+        (
+            {},
+            {
+                "no idea": "no `score: x`",
+                "score: 11": "11 is not within 0 to 10",
+                "score: -1": "-1 is not within 0 to 10",
+            },
+        ),
+        ({"template": "{response}"}, {f"score: {'9' * 40}": "is not within -3.40282e+38 to 3.40282e+38"}),
+        ({"max_score": 5}, {"score: 6": "6 is not within"}),
     ],
 )
-def test_a_score_is_there_and_bounded_by_the_scale_of_the_built_in_question_and_by_float32(
-    server, judge, settings, words, said
-):
-    server.reply = lambda number, body: completion(words)
-    failed = one(judge(**settings))
-    assert failed.kind == "judge_invalid" and said in failed.cause and words in failed.cause
-    assert len(server.bodies) == 1
+def test_a_score_is_there_and_bounded_by_the_scale_of_the_built_in_question_and_by_float32(server, judge, settings, said):
+    asked, answers = judge(**settings), list(said)
+    server.reply = lambda number, body: completion(answers[number])
+    for sample, answer in enumerate(answers):
+        failed = one(asked, sample)
+        assert failed.kind == "judge_invalid" and said[answer] in failed.cause and answer in failed.cause
+        assert len(server.bodies) == sample + 1, answer
 
 
 @pytest.mark.parametrize(("temperature", "requests"), [(0.0, 1), (0.7, 3)])
-@pytest.mark.parametrize(
-    "choice", [{"message": {"content": "score: 1"}, "finish_reason": "length"}, {"message": {"content": None}}]
-)
-def test_an_answer_that_was_cut_or_is_no_text_is_no_score(server, judge, choice, temperature, requests):
-    server.reply = lambda number, body: (200, json.dumps({"choices": [choice]}).encode(), {})
-    failed = one(judge(temperature=temperature, retries=2, max_tokens=7))
-    assert failed.kind == "judge_error" and "cannot be read" in failed.cause
-    assert ("cut at reward.judge.max_tokens=7" in failed.cause) == ("finish_reason" in choice)
-    assert len(server.bodies) == requests
+def test_an_answer_that_was_cut_or_is_no_text_is_no_score(server, judge, temperature, requests):
+    asked = judge(temperature=temperature, retries=2, max_tokens=7)
+    for choice in ({"message": {"content": "score: 1"}, "finish_reason": "length"}, {"message": {"content": None}}):
+        done = len(server.bodies)
+        answer = json.dumps({"choices": [choice]}).encode()
+        server.reply = lambda number, body, answer=answer: (200, answer, {})
+        failed = one(asked, sample=done)
+        assert failed.kind == "judge_error" and "cannot be read" in failed.cause, choice
+        assert ("cut at reward.judge.max_tokens=7" in failed.cause) == ("finish_reason" in choice)
+        assert len(server.bodies) == done + requests, choice
 
 
-@pytest.mark.parametrize(
-    ("answer", "marks"),
-    [
-        ('It says {"right": 1, "criterion_2": 1, "rude": 0}. {"right": 0, "criterion_2": 0, "rude": 1}', (0, 0, 1)),
-        ('It says {"rude": 0}. So {"right": 0, "criterion_2": 0}', None),
-        ('It says {"right": 1, "criterion_2": 1, "rude": 0}. So {"right": 0}', None),
-        ('{"marks": {"right": 0.5, "criterion_2": 0, "rude": 1}, "sure": {"much": 1}}', (0.5, 0, 1)),
-    ],
-)
-def test_all_marks_of_a_rubric_come_from_the_last_object(server, judge, answer, marks):
-    server.reply = lambda number, body: completion(answer)
-    found = one(judge(rubric=CRITERIA))
-    if marks is None:
-        assert found.kind == "judge_invalid" and "its last JSON object has no" in found.cause
-    else:
-        assert tuple(found.values.values()) == marks
+JUDGED: dict[str, tuple[float, float, float] | str] = {
+    'It says {"right": 1, "criterion_2": 1, "rude": 0}. {"right": 0, "criterion_2": 0, "rude": 1}': (0, 0, 1),
+    'It says {"rude": 0}. So {"right": 0, "criterion_2": 0}': "its last JSON object has no",
+    'It says {"right": 1, "criterion_2": 1, "rude": 0}. So {"right": 0}': "its last JSON object has no",
+    '{"marks": {"right": 0.5, "criterion_2": 0, "rude": 1}, "sure": {"much": 1}}': (0.5, 0, 1),
+    '{"right": 1, "criterion_2": 1}': "its last JSON object has no 'rude'",
+    '{"right": 2, "criterion_2": 1, "rude": 0}': "2 is not within 0 to 1",
+}
+
+
+def test_all_marks_of_a_rubric_are_within_its_range_and_come_from_the_last_object(server, judge):
+    asked, answers = judge(rubric=CRITERIA), list(JUDGED)
+    server.reply = lambda number, body: completion(answers[number])
+    for sample, (answer, expected) in enumerate(JUDGED.items()):
+        outcome = one(asked, sample)
+        if isinstance(expected, str):
+            assert outcome.kind == "judge_invalid" and expected in outcome.cause, answer
+        else:
+            assert tuple(outcome.values.values()) == expected, answer
 
 
 @pytest.mark.parametrize(

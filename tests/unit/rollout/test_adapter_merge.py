@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from compositions import compose
 
-from grpo_rl.config.compose import compose
 from grpo_rl.config.schema.tree import ModelConfig
 from grpo_rl.errors import ConfigError
 from grpo_rl.models import fsdp, lora
