@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import yaml
+from compositions import compose
 from test_run_folder import ended, write_run
 
 from grpo_rl.config import overrides, recipes
 from grpo_rl.config.compose import read
-from grpo_rl.errors import ConfigError, Preempted
+from grpo_rl.errors import ClusterError, ConfigError, Preempted
 from grpo_rl.main import main
 from grpo_rl.sweep import outcome
 from grpo_rl.sweep.outcome import Point, name_of, read_points, score_until
 from grpo_rl.sweep.points import Sweep, sweep_of
-from grpo_rl.telemetry.metrics.metrics_file import read_metrics
+from grpo_rl.telemetry.metrics.metrics_file import MetricsFile, read_metrics
+from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.telemetry.status import Status
 
 LR = "actor_rollout_ref.actor.optim.lr"
 
@@ -109,50 +114,61 @@ def test_names_of_runs_depend_on_nothing_but_their_values_and_no_two_share_a_fol
     assert all("/" not in name and len(name) < 80 for name in names)
 
 
-FAKE = """
-import sys, pathlib, json, os, signal, time
-from grpo_rl.config.compose import compose
-from grpo_rl.telemetry.metrics.metrics_file import MetricsFile, read_metrics
-from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.telemetry.status import Status
-composed = compose(sys.argv[1:])
-trainer = composed.config.trainer
-run_dir = RunDir.create(trainer.default_local_dir, trainer.experiment_name)
-run_dir.write_config(composed.yaml(), composed.overrides)
-status = Status(run_dir.status_file)
-from grpo_rl.errors import Preempted, ClusterError
-if 'wait' in os.environ.get('DO', ''):
-    def stop(*a):
-        status.end(Preempted('by SIGTERM')); os._exit(75)
+def write_files_of_a_run(words: list[str]) -> None:
+    """Write a run's files at once; as the variable DO says, wait to be stopped, at a step or before the first one."""
+    composed = compose(words)
+    trainer, rate = composed.config.trainer, composed.config.actor_rollout_ref.actor.optim.lr
+    run_dir = RunDir.create(trainer.default_local_dir, trainer.experiment_name)
+    run_dir.write_config(composed.yaml(), composed.overrides)
+    status = Status(run_dir.status_file)
+
+    def stop(*_: object) -> None:
+        status.end(Preempted("by SIGTERM"))
+        os._exit(Preempted.exit_code)
+
     signal.signal(signal.SIGTERM, stop)
-    print('waits', flush=True)
-    os.kill(os.getppid(), signal.SIGTERM)
-    time.sleep(60)
-if trainer.seed == 13:
-    status.end(ClusterError('died')); sys.exit(6)
-file = MetricsFile(run_dir.metrics_file)
-done = len(read_metrics(run_dir.metrics_file))
-if 'pause' in os.environ.get('DO', ''):
-    def stop(*a):
-        status.end(Preempted('by SIGTERM')); os._exit(75)
-    signal.signal(signal.SIGTERM, stop)
-    status.update(total=trainer.total_training_steps)
-    for step in range(done + 1, trainer.total_training_steps + 1):
-        file.log(step, {'reward/mean': composed.config.actor_rollout_ref.actor.optim.lr * (1 + 0.001 * (-1) ** step)})
-        if step == {0: 10, 10: 20}.get(done):
-            time.sleep(60)
-    status.end(); sys.exit()
-for step in range(1, 7):
-    file.log(step, {'reward/mean': trainer.seed / 10 + composed.config.actor_rollout_ref.actor.optim.lr * step, 'timing_s/step': 1.0})
-status.end()
-"""
+    if os.environ.get("DO") == "wait":
+        print("waits", flush=True)
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(60)
+    if trainer.seed == 13:
+        status.end(ClusterError("died"))
+        sys.exit(6)
+    file, done = MetricsFile(run_dir.metrics_file), len(read_metrics(run_dir.metrics_file))
+    if os.environ.get("DO") == "pause":
+        status.update(total=trainer.total_training_steps)
+        for step in range(done + 1, trainer.total_training_steps + 1):
+            file.log(step, {"reward/mean": rate * (1 + 0.001 * (-1) ** step)})
+            if step == {0: 10, 10: 20}.get(done):
+                time.sleep(60)
+    else:
+        for step in range(1, 7):
+            file.log(step, {"reward/mean": trainer.seed / 10 + rate * step, "timing_s/step": 1.0})
+    status.end()
+
+
+class Forked:
+    """What a sweep asks of a run's process, of a fork of this one: nothing is imported again."""
+
+    def __init__(self, words: list[str]) -> None:
+        self.process = multiprocessing.get_context("fork").Process(target=write_files_of_a_run, args=(words,))
+        self.process.start()
+
+    def wait(self, timeout: float) -> int:
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            raise subprocess.TimeoutExpired("a run", timeout)
+        return self.process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
 
 
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Stand-ins for the processes of the runs: they write a run's files at once. The command line of each is kept."""
-    script = tmp_path / "stand_in.py"
-    script.write_text(FAKE)
+    """Put stand-ins in place of the runs' processes; return the command line of each."""
+    compose(sweep_words(tmp_path))  # the files are composed once, and not by each fork
     started: list[list[str]] = []
     real = subprocess.Popen
 
@@ -160,10 +176,9 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]
         if command[1:3] != ["-m", "grpo_rl.main"]:
             return real(command, *args, **options)  # type: ignore[call-overload]
         started.append(command[3:])
-        return real([sys.executable, str(script), *command[3:]])
+        return Forked(command[3:])
 
     monkeypatch.setattr(subprocess, "Popen", popen)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     return started
 
 

@@ -281,18 +281,18 @@ HARD = [
 ]
 
 
-@pytest.mark.parametrize("gold", ["x < 18", r"x^2+\sin y = 0", r"[2, \infty)"])
+@pytest.mark.parametrize(("gold", "times"), [("x < 18", 2), (r"x^2+\sin y = 0", 1), (r"[2, \infty)", 1)])
 @pytest.mark.parametrize("answer", HARD)
-def test_an_answer_that_is_hard_for_algebra_is_worth_0_in_half_a_second_every_time(gold, answer):
+def test_an_answer_that_is_hard_for_algebra_is_worth_0_in_half_a_second_every_time(gold, times, answer):
     verdicts = []
-    for _ in range(2):
+    for _ in range(times):
         equivalent.cache_clear()
         before = os.times()
         verdicts.append(math("math", rf"\boxed{{{answer}}}", gold))
         after = os.times()
         # Without the kernel's seconds: it copies the pages of a fork, and this process has many more than one that computes rewards.
         assert after.user - before.user + after.children_user - before.children_user < 0.5
-    assert verdicts[0] == verdicts[1] and verdicts[0]["score"] == 0
+    assert verdicts == verdicts[:1] * times and verdicts[0]["score"] == 0
 
 
 def test_work_that_does_not_end_is_killed(monkeypatch):

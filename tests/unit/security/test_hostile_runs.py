@@ -164,17 +164,27 @@ GOING_ON: dict[str, Callable[[Path], Any]] = {
     "a rollout is a link": instead("rollouts/step_4.jsonl", lambda path: path.symlink_to(path.parents[2] / "mine")),
     "the logs are a link to another's file": lambda run: (run / "logs" / "console.log").symlink_to(run.parent / "mine"),
 }
+REFUSED = [what for what in GOING_ON if any(word in what for word in ("FIFO", "link", "never ends"))]
+BEGINS = {
+    kind: [what for what in GOING_ON if kind in what and what not in REFUSED] for kind in ("folder", "deep", "binary", "code")
+}
+"""What is in one folder together: one kind of spoilt file in place of each file."""
+
+
+def test_every_spoilt_file_is_tried_by_a_training_that_goes_on() -> None:
+    assert sorted([*REFUSED, *(what for together in BEGINS.values() for what in together)]) == sorted(GOING_ON)
 
 
 @pytest.mark.usefixtures("deadline")
-@pytest.mark.parametrize("what", GOING_ON)
+@pytest.mark.parametrize("spoilt", [*([what] for what in REFUSED), *BEGINS.values()], ids=[*REFUSED, *BEGINS])
 def test_a_training_that_goes_on_in_a_hostile_folder_begins_or_is_refused(
-    what: str, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    spoilt: list[str], runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It is the user's own command, which writes there; nothing outside of the folder is read or written."""
     run = shutil.copytree(runs / "sent", tmp_path / "sent", ignore=shutil.ignore_patterns(".lock"))
     (tmp_path / "mine").write_text("mine")
-    GOING_ON[what](run)
+    for what in spoilt:
+        GOING_ON[what](run)
     begun: list[Path] = []
 
     def train(course: command.Course) -> None:
@@ -189,8 +199,7 @@ def test_a_training_that_goes_on_in_a_hostile_folder_begins_or_is_refused(
     code = command.main(["recipe=arithmetic/grpo", f"trainer.default_local_dir={tmp_path}", "trainer.experiment_name=sent"])
     out, err = capsys.readouterr()
     assert "Traceback" not in out + err
-    links = any(word in what for word in ("FIFO", "link", "never ends"))
-    assert (code, bool(begun)) == ((2, False) if links else (0, True)), err
+    assert (code, bool(begun)) == ((2, False) if spoilt[0] in REFUSED else (0, True)), err
     assert (tmp_path / "mine").read_text() == "mine"
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import compositions
 import pytest
 from real_roles import WORDS, MakeRun, Record, half_right
 from test_preemption import listening
@@ -25,6 +26,7 @@ composed = functools.cache(testing.composed)
 def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRun]:
     """Makes runs in the same folder, each after the end of the one before."""
     monkeypatch.setattr(in_flight, "LOOK_S", 0.002)  # an update of the embedded model takes a few milliseconds
+    monkeypatch.setattr(testing, "compose", compositions.compose)
     with ExitStack() as stack:
 
         def made(
