@@ -43,10 +43,16 @@ INDEXED_WHOLE = 256 * 2**20  # bytes up to which a .jsonl file's lines are count
 
 
 def make_plan(composed: Composed, machine: Machine | None = None, *, looks_at_data: bool = True) -> Plan:
-    """Return the plan of a run on `machine`, by default this one. Without `looks_at_data` nothing reads the
-    data files. Raises ConfigError with all that is wrong between keys and with functions that they name, and
+    """Return the plan of a run, with its page. Raises as `plan_without_page`."""
+    plan = plan_without_page(composed.config, machine, looks_at_data=looks_at_data)
+    return replace(plan, text=describe(composed, plan))
+
+
+def plan_without_page(config: Config, machine: Machine | None = None, *, looks_at_data: bool = True) -> Plan:
+    """Return the plan of a run on `machine`, by default this one; the page of a run on GPUs, which proposes
+    other divisions of them, would take five times as long. Without `looks_at_data` nothing reads the data
+    files. Raises ConfigError with all that is wrong between keys and with functions that they name, and
     DataError for data files of which the first rows are unusable."""
-    config = composed.config
     machine = machine or machines.probe_machine(config)
     if problems := refusals(config, machine):
         raise ConfigError(problems)
@@ -62,8 +68,7 @@ def make_plan(composed: Composed, machine: Machine | None = None, *, looks_at_da
     if changes := chosen_by_memory(plan):
         changed_config = replaced(plan_config, changes)
         plan = decide(changed_config, machine, num_train_rows=rows, resumes=plan.resumes, model=plan.model)
-    plan = replace(plan, memory=memory_by_role(plan))
-    return replace(plan, text=describe(composed, plan))
+    return replace(plan, memory=memory_by_role(plan))
 
 
 def _finds_checkpoint(config: Config) -> bool:

@@ -28,7 +28,7 @@ from grpo_rl.config.hydra_files import reading
 from grpo_rl.config.secrets import redact
 from grpo_rl.errors import ConfigError, DataError, Preempted
 from grpo_rl.frozen import frozen
-from grpo_rl.plan.make import make_plan
+from grpo_rl.plan.make import make_plan, plan_without_page
 from grpo_rl.sweep.outcome import (
     SEED_AXES,
     SWEEP_FILE,
@@ -229,7 +229,7 @@ def _stopped_by_signals(stop: Path) -> Iterator[list[str]]:
 def _steps(composed: Composed) -> int:
     """Plan a run; return its steps."""
     refuse_taken(composed.config.trainer.default_local_dir, composed.config.trainer.experiment_name)
-    return make_plan(composed).sizes.total_steps or 0
+    return plan_without_page(composed.config).sizes.total_steps or 0
 
 
 def _of_each(names: Sequence[str], num_runs: int, make: Callable[[str], T]) -> dict[str, T]:

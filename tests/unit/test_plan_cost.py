@@ -15,7 +15,7 @@ from grpo_rl.commands.plan import words_of_lengths
 from grpo_rl.errors import DataError
 from grpo_rl.plan.cost import FORWARD, Lengths, Replica, StepTime, step_time
 from grpo_rl.plan.decisions import Plan
-from grpo_rl.plan.make import make_plan
+from grpo_rl.plan.make import make_plan, plan_without_page
 from grpo_rl.plan.model_folder import ModelSize
 from grpo_rl.plan.proposal import Division, divisions
 
@@ -28,7 +28,11 @@ REPLICA = Replica(SIZE, 2, 1e18, 1e18, 0.01, slots=32, prompt=10, group=4)
 
 
 def planned(*words: str) -> Plan:
-    return make_plan(compose([*BASE, *words]))
+    return plan_without_page(compose([*BASE, *words]).config)
+
+
+def page_of(*words: str) -> str:
+    return " ".join(make_plan(compose([*BASE, *words])).render().split())
 
 
 def timed(*words: str) -> StepTime:
@@ -154,12 +158,12 @@ def test_the_keys_of_a_division_make_the_run_that_it_was_computed_for() -> None:
 
 
 def test_the_page_says_that_times_are_estimates_and_on_what_they_stand() -> None:
-    page = " ".join(planned("machine=8xH100-80GB").render().split())
+    page = page_of("machine=8xH100-80GB")
     assert "estimated and not measured" in page and "65% in products of matrices" in page and "NVIDIA H100 data sheet" in page
     assert (
         "512 tokens on average (50% of the longest)" in page and "fastest one_step_off: trainer.schedule=one_step_off" in page
     )
-    assert "schedules on these GPUs" not in planned("machine=1xH200-141GB", f"{M}.path=Qwen/Qwen2.5-0.5B").render()
+    assert "schedules on these GPUs" not in page_of("machine=1xH200-141GB", f"{M}.path=Qwen/Qwen2.5-0.5B")
 
 
 def test_lengths_come_from_a_runs_log(tmp_path: Path) -> None:

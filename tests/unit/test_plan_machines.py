@@ -13,7 +13,7 @@ from grpo_rl.plan import proposal
 from grpo_rl.plan.cost import step_time
 from grpo_rl.plan.decisions import Plan, decide
 from grpo_rl.plan.machine import DEVICES, named, probe_machine
-from grpo_rl.plan.make import make_plan
+from grpo_rl.plan.make import make_plan, plan_without_page
 from grpo_rl.plan.memory import GIB, Fit, Need, adapter_params, fit_of, gpu_phases, load_of, memory_by_role, resident
 from grpo_rl.plan.proposal import propose, propose_faster
 
@@ -42,8 +42,12 @@ def planned(*words: str) -> Plan:
     return make_plan(compose([*BASE, *words]))
 
 
+def without_page(*words: str) -> Plan:
+    return plan_without_page(compose([*BASE, *words]).config)
+
+
 def decided(*words: str) -> Plan:
-    """Return a plan without its page, whose proposal and times take seconds."""
+    """Return a plan in which nothing follows from the memory."""
     config = compose([*BASE, "machine=8xH100-80GB", *words]).config
     return decide(config, probe_machine(config))
 
@@ -92,7 +96,7 @@ def test_the_name_sets_gpus_and_nodes_unless_they_are_given_whatever_the_recipe_
 
 def test_a_plan_is_made_without_model_data_gpu_or_network() -> None:
     # `train.parquet` begins with the letter of `task:`.
-    plan = planned("machine=8xH100-80GB", "data.train_files=train.parquet", "data.val_files=[]", "trainer.test_freq=-1")
+    plan = without_page("machine=8xH100-80GB", "data.train_files=train.parquet", "data.val_files=[]", "trainer.test_freq=-1")
     assert plan.machine.device == "cuda" and plan.world_size == 8
     assert plan.model is not None and plan.model.num_params == 7_615_616_512
 
@@ -153,7 +157,7 @@ def test_the_proposal_changes_as_little_as_it_can() -> None:
     assert found is not None and set(found.changes) == {f"{A}.ppo_max_token_len_per_gpu"}
     # Twice as many tokens would not have fitted.
     tokens = 2 * found.changes[f"{A}.ppo_max_token_len_per_gpu"]
-    assert not judged(planned("machine=8xH100-80GB", f"{A}.ppo_max_token_len_per_gpu={tokens}")).fits
+    assert not judged(without_page("machine=8xH100-80GB", f"{A}.ppo_max_token_len_per_gpu={tokens}")).fits
 
 
 def test_nothing_is_proposed_where_nothing_fits() -> None:
@@ -167,11 +171,11 @@ SLOW = f"{LESS}=true", f"{M}.lm_head_chunk_tokens=2048"
 
 
 def test_free_memory_is_spent_where_the_configuration_leaves_it_to_the_plan() -> None:
-    model = planned(*SMALL).config.actor_rollout_ref.model
+    model = without_page(*SMALL).config.actor_rollout_ref.model
     assert model.enable_gradient_checkpointing is False and model.lm_head_chunk_tokens == 8192
-    small = planned(*SMALL, "machine=1xRTX4090-24GB").config.actor_rollout_ref.model
+    small = without_page(*SMALL, "machine=1xRTX4090-24GB").config.actor_rollout_ref.model
     assert small.enable_gradient_checkpointing is None
-    asked = planned(*SMALL, *SLOW).config.actor_rollout_ref.model
+    asked = without_page(*SMALL, *SLOW).config.actor_rollout_ref.model
     assert asked.enable_gradient_checkpointing is True and asked.lm_head_chunk_tokens == 2048
 
 
@@ -181,7 +185,7 @@ def test_activations_are_kept_on_cpus_that_have_the_memory(monkeypatch: pytest.M
     def chosen(mib: int, *more: str) -> bool | None:
         memory = MachineMemory(mib * 2.0**20, mib * 2.0**20)
         monkeypatch.setattr(proposal, "machine_memory", lambda: memory)
-        return make_plan(compose([*words, *more])).config.actor_rollout_ref.model.enable_gradient_checkpointing
+        return plan_without_page(compose([*words, *more]).config).config.actor_rollout_ref.model.enable_gradient_checkpointing
 
     assert chosen(32_768) is False and chosen(1_024) is None
     assert chosen(1_024, f"{LESS}=false") is False and chosen(32_768, f"{LESS}=true") is True
@@ -216,7 +220,7 @@ def test_free_memory_is_proposed_for_a_faster_update_that_fits() -> None:
     ids=["no room", "inputs in host memory", "experts", "short"],
 )
 def test_a_faster_update_is_proposed_by_no_key_that_cannot_be(words, lacking) -> None:
-    plan = planned(*SMALL, *SLOW, *words)
+    plan = without_page(*SMALL, *SLOW, *words)
     assert plan.model is not None and judged(plan).fits
     found = propose_faster(plan)
     assert found is None or lacking not in found.changes

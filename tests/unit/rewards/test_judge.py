@@ -172,12 +172,14 @@ def test_judging_starts_at_submission_and_the_same_sample_of_a_later_step_is_jud
 
 
 def test_what_may_be_over_soon_is_tried_again(server, judge):
-    asked = judge()
+    runner = judge()
     for trouble in (state(429), state(500, "oops"), state(503), state(408), state(200, "{broken"), state(200, "[]")):
-        done = len(server.bodies)
-        server.reply = lambda number, body, trouble=trouble, done=done: trouble if number < done + 2 else completion("score: 9")
-        assert one(asked, sample=done) == RewardResult(9.0), trouble
-        assert len(server.bodies) == done + 3, trouble
+        earlier_requests = len(server.bodies)
+        server.reply = lambda number, body, trouble=trouble, earlier_requests=earlier_requests: (
+            trouble if number < earlier_requests + 2 else completion("score: 9")
+        )
+        assert one(runner, sample=earlier_requests) == RewardResult(9.0), trouble
+        assert len(server.bodies) == earlier_requests + 3, trouble
 
 
 def test_the_wait_before_the_next_try_doubles_and_is_at_least_what_the_endpoint_asks_for(server, judge):
@@ -190,12 +192,12 @@ def test_the_wait_before_the_next_try_doubles_and_is_at_least_what_the_endpoint_
 
 
 def test_a_refusal_is_not_tried_again(server, judge):
-    asked = judge()
+    runner = judge()
     codes = [400, 401, 404, 302]
     server.reply = lambda number, body: state(codes[number], "no such model")
     for sample, code in enumerate(codes):
-        failed = one(asked, sample)
-        assert failed.kind == "judge_error" and failed.cause == f"HTTP {code}: no such model"
+        outcome = one(runner, sample)
+        assert outcome.kind == "judge_error" and outcome.cause == f"HTTP {code}: no such model"
         assert len(server.bodies) == sample + 1, code
 
 
@@ -221,12 +223,12 @@ def test_the_deadline_ends_a_judgement_with_all_its_tries(server, judge):
 
 def test_whatever_a_parser_of_ones_own_returns_or_raises_is_checked(server, judge, tmp_path):
     (tmp_path / "mine.py").write_text("def read(text):\n    return eval(text)\n")
-    asked = judge(parser=f"{tmp_path / 'mine.py'}:read")
-    returned = ["7.0", "None", "True", "float('nan')", "10 ** 400", "'7'", "1 / 0"]
-    server.reply = lambda number, body: completion(returned[number])
-    assert one(asked) == RewardResult(7.0)
-    for sample, value in enumerate(returned[1:], start=1):
-        assert one(asked, sample).kind == "judge_invalid", value
+    runner = judge(parser=f"{tmp_path / 'mine.py'}:read")
+    expressions = ["7.0", "None", "True", "float('nan')", "10 ** 400", "'7'", "1 / 0"]
+    server.reply = lambda number, body: completion(expressions[number])
+    assert one(runner) == RewardResult(7.0)
+    for sample, value in enumerate(expressions[1:], start=1):
+        assert one(runner, sample).kind == "judge_invalid", value
 
 
 def test_no_more_requests_run_at_a_time_than_allowed(server, judge):
@@ -485,25 +487,25 @@ def test_a_parser_is_a_name_a_key_or_a_function(tmp_path):
     ],
 )
 def test_a_score_is_there_and_bounded_by_the_scale_of_the_built_in_question_and_by_float32(server, judge, settings, said):
-    asked, answers = judge(**settings), list(said)
+    runner, answers = judge(**settings), list(said)
     server.reply = lambda number, body: completion(answers[number])
     for sample, answer in enumerate(answers):
-        failed = one(asked, sample)
-        assert failed.kind == "judge_invalid" and said[answer] in failed.cause and answer in failed.cause
+        outcome = one(runner, sample)
+        assert outcome.kind == "judge_invalid" and said[answer] in outcome.cause and answer in outcome.cause
         assert len(server.bodies) == sample + 1, answer
 
 
 @pytest.mark.parametrize(("temperature", "requests"), [(0.0, 1), (0.7, 3)])
 def test_an_answer_that_was_cut_or_is_no_text_is_no_score(server, judge, temperature, requests):
-    asked = judge(temperature=temperature, retries=2, max_tokens=7)
+    runner = judge(temperature=temperature, retries=2, max_tokens=7)
     for choice in ({"message": {"content": "score: 1"}, "finish_reason": "length"}, {"message": {"content": None}}):
-        done = len(server.bodies)
+        earlier_requests = len(server.bodies)
         answer = json.dumps({"choices": [choice]}).encode()
         server.reply = lambda number, body, answer=answer: (200, answer, {})
-        failed = one(asked, sample=done)
-        assert failed.kind == "judge_error" and "cannot be read" in failed.cause, choice
-        assert ("cut at reward.judge.max_tokens=7" in failed.cause) == ("finish_reason" in choice)
-        assert len(server.bodies) == done + requests, choice
+        outcome = one(runner, sample=earlier_requests)
+        assert outcome.kind == "judge_error" and "cannot be read" in outcome.cause, choice
+        assert ("cut at reward.judge.max_tokens=7" in outcome.cause) == ("finish_reason" in choice)
+        assert len(server.bodies) == earlier_requests + requests, choice
 
 
 JUDGED: dict[str, tuple[float, float, float] | str] = {
@@ -517,10 +519,10 @@ JUDGED: dict[str, tuple[float, float, float] | str] = {
 
 
 def test_all_marks_of_a_rubric_are_within_its_range_and_come_from_the_last_object(server, judge):
-    asked, answers = judge(rubric=CRITERIA), list(JUDGED)
+    runner, answers = judge(rubric=CRITERIA), list(JUDGED)
     server.reply = lambda number, body: completion(answers[number])
     for sample, (answer, expected) in enumerate(JUDGED.items()):
-        outcome = one(asked, sample)
+        outcome = one(runner, sample)
         if isinstance(expected, str):
             assert outcome.kind == "judge_invalid" and expected in outcome.cause, answer
         else:

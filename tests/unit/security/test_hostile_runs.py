@@ -172,18 +172,18 @@ BEGINS = {
 
 
 def test_every_spoilt_file_is_tried_by_a_training_that_goes_on() -> None:
-    assert sorted([*REFUSED, *(what for together in BEGINS.values() for what in together)]) == sorted(GOING_ON)
+    assert sorted([*REFUSED, *(what for names in BEGINS.values() for what in names)]) == sorted(GOING_ON)
 
 
 @pytest.mark.usefixtures("deadline")
-@pytest.mark.parametrize("spoilt", [*([what] for what in REFUSED), *BEGINS.values()], ids=[*REFUSED, *BEGINS])
+@pytest.mark.parametrize("names", [*([what] for what in REFUSED), *BEGINS.values()], ids=[*REFUSED, *BEGINS])
 def test_a_training_that_goes_on_in_a_hostile_folder_begins_or_is_refused(
-    spoilt: list[str], runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    names: list[str], runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It is the user's own command, which writes there; nothing outside of the folder is read or written."""
     run = shutil.copytree(runs / "sent", tmp_path / "sent", ignore=shutil.ignore_patterns(".lock"))
     (tmp_path / "mine").write_text("mine")
-    for what in spoilt:
+    for what in names:
         GOING_ON[what](run)
     begun: list[Path] = []
 
@@ -199,7 +199,7 @@ def test_a_training_that_goes_on_in_a_hostile_folder_begins_or_is_refused(
     code = command.main(["recipe=arithmetic/grpo", f"trainer.default_local_dir={tmp_path}", "trainer.experiment_name=sent"])
     out, err = capsys.readouterr()
     assert "Traceback" not in out + err
-    assert (code, bool(begun)) == ((2, False) if spoilt[0] in REFUSED else (0, True)), err
+    assert (code, bool(begun)) == ((2, False) if names[0] in REFUSED else (0, True)), err
     assert (tmp_path / "mine").read_text() == "mine"
 
 
