@@ -40,7 +40,7 @@ from grpo_rl.envs.runtime.environment_pool import EnvironmentPool
 from grpo_rl.errors import ConfigError
 from grpo_rl.models import builtin
 from grpo_rl.plan.decisions import RoleName
-from grpo_rl.plan.make import make_plan
+from grpo_rl.plan.make import plan_without_page
 from grpo_rl.rewards.audit import Audit
 from grpo_rl.rewards.models.judge_question import JudgeSpec
 from grpo_rl.rewards.runtime.judge_process import JudgeProcess
@@ -136,7 +136,7 @@ def run_loop(
         settings = replace(settings, config=config, resolved=resolved)
     with ExitStack() as stack:
         models = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo_rl-testing-models-")))
-        plan = make_plan(settings, CPU)
+        plan = plan_without_page(settings.config, CPU)
         if several := [role.name for role in plan.roles if role.num_workers > 1]:
             raise ConfigError(f"grpo_rl.testing has one process for everything, and the words ask for several of {several[0]}")
         trainer = settings.config.trainer

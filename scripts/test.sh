@@ -82,7 +82,7 @@ names_tests() {
 }
 
 # The tests of one half of the unit tests; the other half is everything else.
-readonly HALF=(tests/unit/{checkpoint,commands,config,data,envs,rewards,telemetry} tests/unit/test_{documented_commands,main}.py)
+readonly HALF=(tests/unit/{checkpoint,commands,config,data,envs,rewards,telemetry} tests/unit/test_{documented_commands,main,recipes}.py)
 
 unit() {
     # Thousands of small files are made and removed: in memory where there is room (kB), for a busy disk takes a millisecond each.

@@ -50,7 +50,7 @@ def make_plan(composed: Composed, machine: Machine | None = None, *, looks_at_da
 
 def plan_without_page(config: Config, machine: Machine | None = None, *, looks_at_data: bool = True) -> Plan:
     """Return the plan of a run on `machine`, by default this one; the page of a run on GPUs, which proposes
-    other divisions of them, would take five times as long. Without `looks_at_data` nothing reads the data
+    other divisions of them, would take ten times as long. Without `looks_at_data` nothing reads the data
     files. Raises ConfigError with all that is wrong between keys and with functions that they name, and
     DataError for data files of which the first rows are unusable."""
     machine = machine or machines.probe_machine(config)

@@ -24,7 +24,7 @@ from grpo_rl.rewards.runtime.runner import RewardRunner
 from grpo_rl.types import GREEDY, Prompt, Rollout
 
 UNRULY = Path(__file__).with_name("unruly.py")
-TIMEOUT_S = 1.5
+TIMEOUT_S = 1.0
 
 
 def rollout(uid, text="", sample=0, response_ids=(1,), **extra_info):
@@ -108,7 +108,7 @@ def test_a_new_response_to_the_same_prompt_is_scored_anew(runner):
 
 
 FAILURES = [
-    ("loop", "reward_timeout", r"took longer than reward\.timeout_s=1\.5"),
+    ("loop", "reward_timeout", r"took longer than reward\.timeout_s=1 "),
     ("lock", "reward_timeout", "took longer"),
     ("segfault", "reward_error", "died of SIGSEGV"),
     ("os-exit 3", "reward_error", "exited with code 3"),
