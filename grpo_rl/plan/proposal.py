@@ -135,8 +135,8 @@ def _tried(plan: Plan, changes: Changes, machine: Machine) -> tuple[Plan, Fit]:
 
 def refuses(plan: Plan, changes: Changes, machine: Machine) -> bool:
     """Return whether rules refuse these changes for more than they refuse now."""
-    known_problems = set(check(plan.config, plan.machine))
-    return bool(set(check(replaced(plan.config, changes), machine)) - known_problems)
+    problems = set(check(replaced(plan.config, changes), machine))
+    return bool(problems) and not problems <= set(check(plan.config, plan.machine))
 
 
 def _share(plan: Plan, fit: Fit) -> float:
