@@ -160,15 +160,22 @@ def run_loss(function: Callable[..., Any], options: Options, inputs: LossInput |
     return (loss_T.detach(), *stats.values(), _gradient(loss_T, inputs))
 
 
+_HAVE_RATIO: dict[tuple[Callable[..., Any], str], bool] = {}
+"""Answers of `has_ratio`, which a plan asks again for each division of a machine that it compares."""
+
+
 def has_ratio(function: Callable[..., Any], options: Options) -> bool:
     """Return whether a loss's gradient depends on the old log-probs; True if the loss fails."""
-    try:
-        gradient_T, other_T = (
-            run_loss(function, options, loss_input(one_update=one_update))[-1] for one_update in (False, True)
-        )
-    except Exception:
-        return True
-    return not torch.allclose(gradient_T, other_T, rtol=1e-12, atol=1e-15, equal_nan=True)
+    key = function, repr(sorted(options.items()))
+    if key not in _HAVE_RATIO:
+        try:
+            gradient_T, other_T = (
+                run_loss(function, options, loss_input(one_update=one_update))[-1] for one_update in (False, True)
+            )
+            _HAVE_RATIO[key] = not torch.allclose(gradient_T, other_T, rtol=1e-12, atol=1e-15, equal_nan=True)
+        except Exception:
+            _HAVE_RATIO[key] = True
+    return _HAVE_RATIO[key]
 
 
 @unheard()
