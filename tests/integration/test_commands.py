@@ -113,6 +113,7 @@ def test_an_evaluation_that_was_cut_goes_on_and_models_stand_side_by_side(run: R
     assert "differences" in screen and "written: " in screen
 
 
+@pytest.mark.campaign
 def test_generated_rows_are_learnt_from(run: Run, tmp_path: Path) -> None:
     output = tmp_path / "good.parquet"
     screen, _ = command(run, "generate", "--trust-run", str(run.path), "--data", DATA, "-n", "8", "--output", str(output))

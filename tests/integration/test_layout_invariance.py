@@ -369,8 +369,14 @@ def without_signal(batch: Batch, groups: list[int]) -> Batch:
     return batch.replace(advantages_T=batch.advantages_T.masked_fill(zero_T, 0.0))
 
 
-@pytest.mark.parametrize("layout", ["1 rank, 12 micro-batches", "2 ranks, by tokens, recomputed, in chunks"])
-@pytest.mark.parametrize("groups", [[1], [0, 2, 3], [0, 1, 2, 3]], ids=["one", "three", "all"])
+@pytest.mark.parametrize(
+    ("layout", "groups"),
+    [
+        ("1 rank, 12 micro-batches", [0, 2, 3]),
+        ("2 ranks, by tokens, recomputed, in chunks", [1]),
+        ("2 ranks, by tokens, recomputed, in chunks", [0, 1, 2, 3]),
+    ],
+)
 def test_rollouts_without_advantage_need_no_backward_pass(ranks, path, layout, groups, monkeypatch):
     """The same gradients, parameters and statistics, and tokens with a gradient only if there is a signal."""
     objective = Objective(loss_agg_mode="seq-mean-token-mean")

@@ -37,7 +37,7 @@ ROWS = [
     "data.responses=rows",
     "data.response_key=reward_model.ground_truth",
     "actor_rollout_ref.actor.policy_loss.loss_mode=sft",
-    "trainer.total_training_steps=2",
+    "trainer.total_training_steps=3",
     "data.train_batch_size=8",
     "trainer.export_at_end=false",
     "trainer.device=cpu",
@@ -71,9 +71,10 @@ def test_a_launcher_gives_the_metrics_of_the_basic_one(tmp_path: Path, launcher:
         assert trained(tmp_path / "basic" / seed) == trained(tmp_path / launcher / seed)
 
 
-def test_a_signal_to_a_sweep_saves_the_run_starts_no_other_and_the_same_command_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("goes_on", [False, pytest.param(True, marks=pytest.mark.campaign)])
+def test_a_signal_to_a_sweep_saves_the_run_starts_no_other_and_the_same_command_goes_on(tmp_path: Path, goes_on: bool) -> None:
     words = command(tmp_path, "seed=1,2", "trainer.experiment_name=s", *ROWS)
-    waits = os.environ | {"GRPO_FAULT": "driver.phase:delay=200@step=2,phase=update_actor"}
+    waits = os.environ | {"GRPO_FAULT": "driver.phase:delay=3@step=2,phase=update_actor"}
     sweep = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=waits)
     metrics = tmp_path / "s/seed=1/metrics.jsonl"
     deadline = time.monotonic() + 240
@@ -83,5 +84,7 @@ def test_a_signal_to_a_sweep_saves_the_run_starts_no_other_and_the_same_command_
     out, _ = sweep.communicate(timeout=200)
     assert sweep.returncode == 75, out
     assert "by SIGTERM; the same command goes on" in out and not (tmp_path / "s/seed=2").exists()
+    if not goes_on:
+        return
     again = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert again.returncode == 0 and "2/2" in again.stdout, again.stdout + again.stderr

@@ -16,12 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-from whole_runs import RUN_TIMEOUT_S, Run, arithmetic, assert_trains_like_its_engine, train, without_times
+from whole_runs import RUN_TIMEOUT_S, Run, arithmetic, assert_trains_like_its_engine, train, without_ray, without_times
 
 from grpo_rl import testing
 from grpo_rl.commands.export import main as export
 from grpo_rl.models import builtin
-from grpo_rl.schedules import offline
+from grpo_rl.schedules import offline, sync
 
 pytestmark = pytest.mark.timeout(2 * RUN_TIMEOUT_S)
 # The engine hf starts in a second; what vLLM does with the same settings is tried in tests/integration/rollout.
@@ -127,8 +127,8 @@ def test_dapo_refills_every_batch_and_a_resumed_run_repeats_the_steps_of_one_tha
     actor = "actor_rollout_ref.actor"
     words = [
         *arithmetic(model),
-        "data.train_batch_size=4",
-        "trainer.total_training_steps=3",
+        *("trainer.device=cpu", "trainer.n_gpus_per_node=1", "ray_kwargs.ray_init.num_cpus=1"),
+        *("data.train_batch_size=4", "trainer.total_training_steps=3", "trainer.save_at_end=true"),
         "trainer.save_freq=2",
         "trainer.val_before_train=false",
         f"{actor}.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
@@ -156,7 +156,8 @@ def test_dapo_refills_every_batch_and_a_resumed_run_repeats_the_steps_of_one_tha
         "algorithm.kl_ctrl.horizon=1000",
         "algorithm.kl_ctrl.kl_coef=0.1",
     ]
-    whole = train(tmp_path, "whole", *words)
+    # Whose bits are those of a command in which each role has one thread.
+    whole = without_ray(sync.train, tmp_path, "whole", *words)
     assert_trains_like_its_engine(whole, last=3)
     assert_refilled(whole)
     assert len({row["actor/reward_kl_penalty_coeff"] for row in whole.steps.values()}) == 3
@@ -170,7 +171,6 @@ def test_dapo_refills_every_batch_and_a_resumed_run_repeats_the_steps_of_one_tha
     killed = shutil.copytree(whole.path, whole.path.with_name("resumed"))
     for lost in ("checkpoints/step_3", "model"):
         shutil.rmtree(killed / lost)
-    (killed / "status.json").unlink()
     resumed = train(tmp_path, killed.name, *words)
     assert "resumed from" in resumed.output and "at step 2" in resumed.output
     assert sorted(resumed.steps) == [1, 2, 3]
@@ -206,7 +206,7 @@ def sft_words(model: Path, folder: Path) -> list[str]:
     ]
 
 
-def test_a_finished_run_says_so_goes_on_from_its_end_and_is_never_rewound_in_silence(model, tmp_path):
+def test_a_finished_run_says_so_goes_on_from_its_end_and_is_never_rewound_in_silence(model, tmp_path, monkeypatch):
     (model / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_p": 0.95}))
     words = sft_words(model, tmp_path)
     # Whose bits are those of the command.
@@ -229,17 +229,12 @@ def test_a_finished_run_says_so_goes_on_from_its_end_and_is_never_rewound_in_sil
     refused = train(tmp_path, "run", *words, "trainer.total_training_steps=4", exit_code=2)
     assert "has ended with step 3, and its newest checkpoint is of step 2" in refused.output
     path = [f"trainer.resume_from_path={first.path}/checkpoints/step_2", "trainer.resume_mode=resume_path"]
-    told = train(tmp_path, "run", *words, "trainer.total_training_steps=3", *path)
-    assert (told.path / "earlier" / "1" / "model" / "model.safetensors").is_file() and "earlier/1" in told.output
-
-
-def test_a_policy_whose_export_fails_is_kept_in_a_checkpoint_that_is_named(model, tmp_path, monkeypatch):
     monkeypatch.setenv("GRPO_FAULT", "ckpt.call:enospc@call=rename,file=model")
-    words = sft_words(model, tmp_path)
-    run = train(tmp_path, "full", *words, "trainer.total_training_steps=1", "trainer.save_at_end=false", exit_code=4)
-    print(run.output[-600:])
-    assert f"cannot write {run.path}/model: No space left on device (injected); it needs" in run.output
-    assert f"what was trained is in {run.path}/checkpoints/step_1" in run.output and not run.path.joinpath("model").exists()
+    told = train(tmp_path, "run", *words, "trainer.total_training_steps=3", *path, "trainer.save_at_end=false", exit_code=4)
+    assert (told.path / "earlier" / "1" / "model" / "model.safetensors").is_file() and "earlier/1" in told.output
+    # A policy whose export fails is kept in a checkpoint that is named.
+    assert f"cannot write {told.path}/model: No space left on device (injected); it needs" in told.output
+    assert f"what was trained is in {told.path}/checkpoints/step_3" in told.output and not told.path.joinpath("model").exists()
     monkeypatch.delenv("GRPO_FAULT")
-    assert export([f"{run.path}@1", "--output", str(tmp_path / "elsewhere")]) == 0
+    assert export([f"{told.path}@3", "--output", str(tmp_path / "elsewhere")]) == 0
     assert (tmp_path / "elsewhere" / "model.safetensors").is_file()
