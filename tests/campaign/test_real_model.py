@@ -10,10 +10,12 @@ import json
 import os
 import re
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from safetensors.torch import load_file
 
 import grpo_rl
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
+from grpo_rl.telemetry.rollout_log import read_rollouts
 
 ROOT = Path(grpo_rl.__file__).parents[1]
 SEEDS = range(1, 1 + int(os.environ.get("GRPO_RL_TEST_SEEDS", "3")))
@@ -233,6 +236,61 @@ def test_a_reward_model_learns_from_pairs_and_iterates_beside_the_policy(model: 
     )
     before, after, _ = trained(model, folder, table, "iterate", "json_extraction", *with_short_validation(iterating))
     assert after > before
+
+
+def test_an_agent_that_was_shown_its_tool_finds_out_that_it_is_worth_a_call(
+    model: Path, table: list[str], folder: Path
+) -> None:
+    shown = "calculator-demonstrations"
+    output_of(folder, "train", *words_of(model, shown, "calculator_demonstrations"))
+    taught = folder / "runs" / "grpo_rl" / shown / "model"
+    before, after, _ = trained(taught, folder, table, "calculator", "calculator")
+    steps = [
+        row for row in read_metrics(folder / "runs" / "grpo_rl" / "calculator" / "metrics.jsonl") if "episode/tool_calls" in row
+    ]
+    table.append(f"{'calls an episode':<24}{steps[0]['episode/tool_calls']:>8.3f}{steps[-1]['episode/tool_calls']:>8.3f}")
+    print(table[-1], flush=True)
+    assert after > before and steps[-1]["episode/tool_calls"] > steps[0]["episode/tool_calls"]
+
+
+@pytest.fixture
+def judge_url(model: Path, tmp_path: Path) -> Iterator[str]:
+    """The model behind vLLM's own server."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    serve = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "judge"]
+    serve += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "1024", "--dtype", "float32", "--enforce-eager"]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with (tmp_path / "judge.log").open("wb") as log, subprocess.Popen(serve, env=environment, stdout=log, stderr=log) as server:
+        try:
+            while True:
+                assert server.poll() is None, (tmp_path / "judge.log").read_text()[-3000:]
+                try:
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                    break
+                except OSError:
+                    time.sleep(1)
+            yield f"http://127.0.0.1:{port}/v1"
+        finally:
+            server.terminate()
+
+
+def test_the_model_behind_vllms_server_judges_each_response(
+    model: Path, table: list[str], folder: Path, judge_url: str
+) -> None:
+    choices = [f"score: {mark}" for mark in range(11)]
+    judging = (
+        *(f"reward.judge.base_url={judge_url}", "reward.judge.model=judge", "reward.judge.weight=0.5"),
+        f"reward.judge.extra_body={{structured_outputs: {{choice: {json.dumps(choices)}}}}}",
+        *("trainer.total_training_steps=3", "trainer.test_freq=3", f"data.val_files={HELD_OUT}&num_rows=16"),
+    )
+    trained(model, folder, table, "judged", "json_extraction", *judging)
+    for step in (1, 2, 3):
+        rollouts = read_rollouts(folder / "runs" / "grpo_rl" / "judged" / "rollouts" / f"step_{step}.jsonl")
+        assert len(rollouts) == 64 and all(0 <= rollout["reward_parts"]["judge"] <= 10 for rollout in rollouts)
+        for rollout in rollouts:
+            parts = rollout["reward_parts"]
+            assert rollout["reward"] == pytest.approx(parts["json_fields"] + 0.5 * parts["judge"])
 
 
 def test_a_killed_run_ends_with_the_weights_of_one_that_was_left_alone(model: Path, folder: Path) -> None:
