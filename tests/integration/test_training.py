@@ -202,7 +202,7 @@ def sft_words(model: Path, folder: Path) -> list[str]:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return [
         *(f"actor_rollout_ref.model.path={model}", f"data.train_files={folder}/rows.jsonl", "data.train_batch_size=4"),
-        *("data.responses=rows", "actor_rollout_ref.actor.policy_loss.loss_mode=sft", "trainer.page_freq=-1"),
+        *("data.responses=rows", "actor_rollout_ref.actor.policy_loss.loss_mode=sft"),
     ]
 
 

@@ -62,7 +62,7 @@ def train(folder: Path, name: str, *words: str, exit_code: int = 0) -> Run:
     """`python -m grpo_rl.main` with these words, in a process of its own; its screen is shown when it ends otherwise."""
     (folder / "my_reward.py").write_text(REWARD)
     command = [sys.executable, "-m", "grpo_rl.main", f"trainer.default_local_dir={folder / 'runs'}"]
-    command += [f"trainer.experiment_name={name}", "trainer.logger=[console]", *words]
+    command += [f"trainer.experiment_name={name}", "trainer.logger=[console]", "trainer.page_freq=-1", *words]
     if tuple(map(int, version("ray").split(".")[:2])) < KNOWS_TOKENS:
         command.append("ray_kwargs.ray_init.allow_insecure=true")
     environment = environment_of_user() | {"VLLM_NO_USAGE_STATS": "1"}
