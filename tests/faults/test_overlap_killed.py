@@ -67,6 +67,7 @@ def test_a_training_that_loses_everything_in_turn_trains_each_prompt_once(
     assert max(row["staleness/max"] for row in rows.values()) > 0
 
 
+@pytest.mark.campaign
 def test_async_without_staleness_and_checkpoints_has_the_bits_of_sync_after_it_lost_its_ranks_twice(
     training: Any, run_words: list[str], undisturbed: Path
 ) -> None:

@@ -55,8 +55,10 @@ def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> N
     on_a_gpu = cost.expected(planned(machine=Machine(num_gpus=1, num_cpus=2, device="cuda", gpu_memory=80 * 2**30)))
     assert set(on_a_gpu) == {"plan/perf/memory/actor_gib", "plan/perf/memory/ref_gib"}
     foretold = {"plan/timing_s/gen": 1.8, "plan/timing_s/values": 1.0, "plan/perf/memory/actor_gib": 3.0}
+    foretold["plan/timing_s/reward"] = 0.02  # measured: 0.001 of 2.5
     took = {"perf/memory/actor/update/allocated_gib": 2.0, "perf/memory/actor/update/reserved_gib": 9.0}
     took |= {"perf/memory/actor/logprobs/allocated_gib": 1.0}
+    took["timing_s/reward"] = 0.001
     found = grades([one | foretold | took for one in MEASURED])
     assert found == [("timing_s/gen", 1.8, 1.5), ("perf/memory/actor_gib", 3.0, 2.0)]
     run_dir = RunDir.create(str(tmp_path), "graded")
@@ -87,6 +89,8 @@ def test_a_busy_run_changes_nothing_and_a_model_is_foretold_by_the_one_of_the_ne
     assert cost.predict(small, tmp_path)["sampling"] == pytest.approx(3.0) and cost.predict(large, tmp_path) == before
     cost.learn(large, tmp_path, records(gen=0.3, update_actor=0.1, step=0.5))
     assert cost.predict(large, tmp_path)["sampling"] == pytest.approx(0.3)
+    cost.learn(planned("schedule=async"), tmp_path, records(gen=0.2, update_actor=0.2, step=0.3))
+    assert cost.predict(large, tmp_path)["sampling"] == pytest.approx(0.3), "training beside it was on the same cores"
 
 
 def test_the_spread_of_lengths_is_what_the_longest_responses_say(tmp_path: Path) -> None:

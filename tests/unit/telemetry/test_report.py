@@ -10,7 +10,7 @@ import pytest
 from run_folders import make_run
 
 from grpo_rl.telemetry.metrics.metrics_file import MetricsFile
-from grpo_rl.telemetry.report import curves_figure, final_report, plot_curves, smooth
+from grpo_rl.telemetry.report import TITLES, curves_figure, final_report, plot_curves, smooth
 from grpo_rl.telemetry.rundir import RunDir
 
 
@@ -60,6 +60,14 @@ def test_a_constant_is_drawn_as_one(tmp_path: Path) -> None:
     low, high = figure.axes[0].get_ylim()
     assert high - low == pytest.approx(0.02 * 1e-5, rel=1e-3) and low < 1e-5 < high
     assert figure.axes[1].get_ylim() == pytest.approx((1.65, 9.35), abs=0.5)
+
+
+def test_what_never_changes_is_drawn_last() -> None:
+    still = {"actor/pg_clipfrac": 0.0, "actor/lr": 1e-5}
+    moving = ("response_length/mean", "actor/grad_norm", "critic/vf_loss", "timing_s/step")
+    records = [{"step": step, "reward/mean": 0.5, **still, **dict.fromkeys(moving, 1.0 + step)} for step in range(1, 4)]
+    titles = [axes.get_title(loc="left") for axes in curves_figure("a", records).axes]
+    assert titles[1:] == [*(TITLES[key] for key in moving), "Clip fraction"]
 
 
 def sampled(step: int) -> dict[str, float]:
