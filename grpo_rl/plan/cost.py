@@ -451,7 +451,12 @@ def expected(plan: Plan) -> Metrics:
 
 
 def learn(plan: Plan, runs: Path, records: list[dict[str, float]]) -> None:
-    """Write what a run's steps measured, if there are three and the plan can be estimated."""
+    """Write what a run's steps measured, if there are three and the plan can be estimated.
+
+    Sampling and training on the same cores at once say nothing about the seconds of each.
+    """
+    if plan.overlaps and plan.machine.device == "cpu":
+        return
     seconds, data = measured(records), plan.config.data
     sampled = [record for record in records if "response_length/mean" in record]
 

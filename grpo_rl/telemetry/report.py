@@ -148,14 +148,16 @@ TITLES = {
     "reward/reward_model": "Score of the reward model",
     "iterate/agreement": "Pairs ordered as by the rules",
     "actor/kl_loss": "KL to the reference",
+    "actor/distillation_kl": "KL to the teacher",
     "actor/pg_clipfrac": "Clip fraction",
     "response_length/mean": "Response length (tokens)",
     "actor/grad_norm": "Norm of the gradient",
+    "critic/vf_loss": "Loss of the critic",
     "reward_model/grad_norm": "Norm of the gradient",
     "actor/lr": "Learning rate",
     "timing_s/step": "Seconds per step",
 }
-"""Titles of training metrics; the first that were measured are drawn beside reward or loss."""
+"""Titles of training metrics; the first that were measured are drawn beside reward or loss, constants last."""
 
 
 def plot_curves(run_dir: RunDir) -> Path:
@@ -200,7 +202,12 @@ def _panels(records: Records) -> list[tuple[str, list[str]]]:
             key.removesuffix("/num_prompts") for key in measured if key.startswith("audit/") and key.endswith("_prompts")
         )
         panels = [("Reward and validation", [reward, *audits, *validation])]
-    return [*panels, *((title, [key]) for key, title in TITLES.items() if key in measured)][:MOST_PANELS]
+
+    def is_constant(key: str) -> bool:
+        return len({record[key] for record in records if key in record}) == 1
+
+    titled = sorted((key for key in TITLES if key in measured), key=is_constant)
+    return [*panels, *((TITLES[key], [key]) for key in titled)][:MOST_PANELS]
 
 
 def _draw(axes: Axes, title: str, records: Records, keys: Sequence[str]) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 
 PREDICTED = "plan/"
 _MEMORY = "perf/memory/"
+_LEAST_SHARE = 0.01
+"""Of a step's seconds: a phase that is shorter, by prediction and by measurement, is not graded."""
 
 
 def measured(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -35,4 +37,6 @@ def grades(records: Sequence[Mapping[str, float]]) -> list[tuple[str, float, flo
     """Return (name, prediction, measurement) of whatever has both."""
     medians = measured(records)
     names = [name.removeprefix(PREDICTED) for name in (records[-1] if medians else ()) if name.startswith(PREDICTED)]
-    return [(name, records[-1][PREDICTED + name], medians[name]) for name in names if name in medians]
+    least = _LEAST_SHARE * medians.get("timing_s/step", 0.0)
+    rows = [(name, records[-1][PREDICTED + name], medians[name]) for name in names if name in medians]
+    return [row for row in rows if not row[0].startswith("timing_s/") or max(row[1:]) >= least]
