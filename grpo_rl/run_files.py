@@ -182,7 +182,8 @@ def weights_digest(folder: Path) -> str:
 
 def model_digests(config: Any) -> dict[str, str]:
     if isinstance(config, str):
-        path = Path(config).expanduser()
-        return {config: weights_digest(path)} if len(config) < 4096 and (path / "config.json").is_file() else {}
+        folder = os.path.expanduser(config)
+        # Paths of `pathlib` raise for a text that is no file's name, such as a chat template.
+        return {config: weights_digest(Path(folder))} if os.path.isfile(os.path.join(folder, "config.json")) else {}
     entries = config.values() if isinstance(config, Mapping) else config if isinstance(config, list | tuple) else ()
     return {name: of for entry in entries for name, of in model_digests(entry).items()}

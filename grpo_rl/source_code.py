@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +23,7 @@ def user_sources(files: Iterable[str]) -> dict[str, str]:
     waiting = list(files)
     while waiting:
         path = Path(name := waiting.pop()).expanduser()
-        if name not in digests and path.is_file():
+        if name not in digests and os.path.isfile(path):
             digests[name] = _sha256(path)
             waiting += map(str, _imported_beside(path))
     return digests

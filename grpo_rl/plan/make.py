@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -146,7 +147,7 @@ def _look_at_data(config: Config) -> int | None:
     names = [*data.train_files, *data.val_files, *data.val_prompt_files]
     files = [name for name in names if not name.startswith((TASK_PREFIX, HUB_PREFIX))]
     # For a plan for another machine data may be missing.
-    away = trainer.machine is not None and any(not Path(name).expanduser().exists() for name in files)
+    away = trainer.machine is not None and any(not os.path.exists(os.path.expanduser(name)) for name in files)
     unusable = [] if away else _unusable(config)
     rows = None
     if data.custom_cls.path is None and not trainer.val_only and not config.collects:

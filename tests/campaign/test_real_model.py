@@ -258,7 +258,7 @@ def judge_url(model: Path, tmp_path: Path) -> Iterator[str]:
     """The model behind vLLM's own server."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    serve = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "judge"]
+    serve = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "judge"]
     serve += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "1024", "--dtype", "float32", "--enforce-eager"]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     with (tmp_path / "judge.log").open("wb") as log, subprocess.Popen(serve, env=environment, stdout=log, stderr=log) as server:

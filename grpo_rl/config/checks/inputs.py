@@ -56,7 +56,12 @@ def _data(config: Config) -> Problems:
         present, missing = ("path", "name") if custom.name is None else ("name", "path")
         yield f"data.custom_cls.{present}={getattr(custom, present)}: needs data.custom_cls.{missing} as well"
     template = data.chat_template
-    if template is not None and "{{" not in template and "{%" not in template and not Path(template).expanduser().is_file():
+    if (
+        template is not None
+        and "{{" not in template
+        and "{%" not in template
+        and not os.path.isfile(os.path.expanduser(template))
+    ):
         yield f"data.chat_template={template}: neither a Jinja template ({{{{ ... }}}}) nor a file"
 
 
@@ -70,9 +75,9 @@ def _data_file(file: str, *, elsewhere: bool) -> str | None:
         options = file.partition("?")[2].split("&")
         return None if any(option.startswith("split=") for option in options) else f"needs a split: {file}?split=train"
     path = Path(file).expanduser()
-    if elsewhere or path.exists() or ("?" in file and Path(file.rpartition("?")[0]).expanduser().exists()):
+    if elsewhere or os.path.exists(path) or ("?" in file and os.path.exists(os.path.expanduser(file.rpartition("?")[0]))):
         return None
-    names = difflib.get_close_matches(path.name, os.listdir(path.parent), n=2) if path.parent.is_dir() else []
+    names = difflib.get_close_matches(path.name, os.listdir(path.parent), n=2) if os.path.isdir(path.parent) else []
     hint = f"; there is {' and '.join(str(path.parent / name) for name in names)}" if names else ""
     return f"there is no file {path.absolute()}{hint}"
 

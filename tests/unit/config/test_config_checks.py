@@ -25,6 +25,9 @@ CONTRADICTIONS: list[tuple[dict[str, Any], Machine, str, str]] = [
     ({"data.train_files": ["task:arithmetic", "hf:openai/gsm8k"]}, CPU, "data.train_files=hf:openai/gsm8k", "split=train"),
     ({"data.custom_cls.path": "mine.py"}, CPU, "data.custom_cls.path=mine.py", "data.custom_cls.name"),
     ({"data.chat_template": "no/such.jinja"}, CPU, "data.chat_template=no/such.jinja", "nor a file"),
+    # Longer than a file's name can be.
+    ({"data.train_files": ["x" * 300]}, CPU, "data.train_files=xxx", "there is no file"),
+    ({"data.chat_template": "x" * 5000}, CPU, "data.chat_template=xxx", "nor a file"),
     ({"actor_rollout_ref.model.path": ""}, CPU, "actor_rollout_ref.model.path", "not set"),
     ({"actor_rollout_ref.model.path": "./no/folder"}, CPU, "actor_rollout_ref.model.path=./no/folder", "no such folder"),
     ({"actor_rollout_ref.model.path": str(Path(__file__).parent)}, CPU, "actor_rollout_ref.model.path", "no config.json"),

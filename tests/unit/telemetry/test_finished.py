@@ -86,3 +86,9 @@ def test_what_a_run_made_after_the_step_from_which_it_is_told_to_go_on_moves_asi
     assert (aside / "metrics.jsonl").read_bytes() == run_dir.metrics_file.read_bytes()
     assert sorted(path.name for path in (aside / "rollouts").iterdir()) == ["step_10.jsonl", "step_30.jsonl"]
     assert [path.name for path in run_dir.rollouts.iterdir()] == ["step_9.jsonl"]
+
+
+@pytest.mark.parametrize("length", [300, 4000, 100_000])
+def test_texts_that_are_no_names_of_files_have_no_contents(length: int) -> None:
+    config = {"data": {"chat_template": "x" * length, "train_files": [f"{'y' * length}.py:rows"]}}
+    assert contents_of(config) == contents_of({})
