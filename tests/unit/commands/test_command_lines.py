@@ -90,7 +90,7 @@ def test_options_are_not_shortened_and_settings_may_stand_anywhere() -> None:
         (["eval", "builtin:arithmetic", "--data", "task:arithmetic", "--pass-at", "nan"], 2, "nan is no finite number"),
         (["eval", "builtin:arithmetic", "--data", "task:arithmetic", "--output", "/proc/x"], 2, "--output /proc/x: cannot"),
         *((words, 2, "File name too long") for words in (["export", LONG], ["eval", "builtin:arithmetic", "--data", LONG])),
-        (["train", f"data.train_files=[{LONG}.jsonl]"], 2, "File name too long"),
+        (["train", f"data.train_files=[{LONG}.jsonl]"], 2, "there is no file"),
     ],
 )
 def test_mistakes_end_with_their_exit_code_before_anything_starts(
