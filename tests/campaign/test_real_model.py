@@ -224,7 +224,7 @@ def test_a_reward_model_learns_from_pairs_and_iterates_beside_the_policy(model: 
         "trainer.experiment_name=pairs",
     )
     rows = read_metrics(folder / "runs" / "grpo_rl" / "pairs" / "metrics.jsonl")
-    accuracies = [row["val/pairs/accuracy"] for row in rows if "val/pairs/accuracy" in row]
+    accuracies = [row["val/accuracy"] for row in rows if "val/accuracy" in row]
     table.append(f"{'pairs in order':<24}{accuracies[0]:>8.3f}{accuracies[-1]:>8.3f}")
     print(table[-1], flush=True)
     assert accuracies[-1] > 0.7
