@@ -171,12 +171,12 @@ class ChatDeltas:
 
     def _behind_calls(self, question: Message, called: list[Call], messages: Sequence[Message]) -> str:
         """If the template writes the calls in place of the turn's text."""
-        before = self._rendered([question, {"role": "assistant", "content": "", "tool_calls": called}], begins=False)
+        called_text = self._rendered([question, {"role": "assistant", "content": "", "tool_calls": called}], begins=False)
         text = self._rendered([question, {"role": "assistant", "content": "", "tool_calls": called}, *messages])
         end = self._end()
-        if not text.startswith(before) or not end or not before.endswith(end):
+        if not text.startswith(called_text) or not end or not called_text.endswith(end):
             raise DataError(f"{_WHERE}: the chat template does not append a tool's answer to the turn that called it")
-        return text[len(before) - len(end) :]
+        return text[len(called_text) - len(end) :]
 
     def _rendered(self, messages: list[Message], *, begins: bool = True) -> str:
         try:
