@@ -228,11 +228,12 @@ def test_a_reward_model_learns_from_pairs_and_iterates_beside_the_policy(model: 
     table.append(f"{'pairs in order':<24}{accuracies[0]:>8.3f}{accuracies[-1]:>8.3f}")
     print(table[-1], flush=True)
     assert accuracies[-1] > 0.7
-    iterating = ("trainer.schedule=iterate", f"{learner}.enable=true", f"{learner}.model_path={model}")
-    iterating += (
+    # Fewer steps of the reward model, and no KL term, ruin the policy: it follows what does not agree with the rule yet.
+    iterating = (
+        *("trainer.schedule=iterate", f"{learner}.enable=true", f"{learner}.model_path={model}"),
         f"{learner}.train.optim.lr=1e-5",
-        "trainer.iterate.reward_model_steps=5",
-        "trainer.iterate.steps_per_iteration=5",
+        *(f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_coef=0.02"),
+        *("trainer.iterate.reward_model_steps=20", "trainer.iterate.steps_per_iteration=5"),
     )
     before, after, _ = trained(model, folder, table, "iterate", "json_extraction", *with_short_validation(iterating))
     assert after > before
