@@ -3,7 +3,8 @@
     .venv/bin/python scripts/bench_step.py                # 10 M parameters, 16 x 8 x 128 tokens, equal lengths and ragged
     .venv/bin/python scripts/bench_step.py --cases shared                        # prompts of 128 tokens instead of 8
     .venv/bin/python scripts/bench_step.py --steps 7 --cases equal --model 1m
-    .venv/bin/python scripts/bench_step.py --cases ragged --model FOLDER --prompts 8 --tokens 48    # any Hugging Face model
+    .venv/bin/python scripts/bench_step.py --cases ragged --model FOLDER --prompts 8 --tokens 48 --micro-batch 16 \
+        --rows task:json_extraction                              # any Hugging Face model, on a job's prompts
     .venv/bin/python scripts/bench_step.py --cases equal --trl trl/bin/python    # in turns with bench_trl.py
 
 (a) is the program: Ray, a vLLM worker, a reference worker, an FSDP2 actor, GRPO with its KL term. (b) is
@@ -15,6 +16,7 @@ the same forward and backward passes (reference and policy) with padded batches 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -34,6 +36,9 @@ CASES = {
     "ragged": (True, 8, 0.75),
 }
 """The cases: True if responses end at a stop token, the tokens of a prompt, and the most that (a) may take of (b)."""
+BAR_OF_A_FOLDER = 1.05
+TEXTS = "texts.json"
+LONGEST_OF_ROWS = 512
 NUM_EOS = 64
 VOCABULARY = 2048
 
@@ -100,10 +105,19 @@ def make_prompts(model: Path, num_prompts: int, prompt_tokens: int) -> list[str]
     return [" ".join([words[0], *rng.choices(words, k=prompt_tokens - 1)]) for _ in range(num_prompts)]
 
 
+def prompts_of_rows(rows: str, model: Path, num_prompts: int) -> list[str]:
+    """The texts of the first prompts of a file or a task, by the model's chat template."""
+    from grpo_rl.config.compose import compose
+    from grpo_rl.data.dataset import PromptDataset
+    from grpo_rl.models.load import load_tokenizer
+
+    config = compose([f"data.train_files={rows}", f"actor_rollout_ref.model.path={model}"]).config
+    dataset = PromptDataset(config.data.train_files, config.data, load_tokenizer(str(model))).checked()
+    return [dataset.prompt(row, str(row)).text for row in range(num_prompts)]
+
+
 def make_data(folder: Path, prompts: Sequence[str]) -> Path:
     """A file with these prompts, and the file of a reward."""
-    import json
-
     path = folder / "prompts.jsonl"
     rows = [
         {
@@ -225,19 +239,25 @@ def bench(folder: Path, case: str, work: argparse.Namespace) -> float:
 
     ragged, prompt_tokens, _ = CASES[case]
     steps, model = work.steps, folder / "model"
-    data = make_data(folder, make_prompts(model, work.prompts * (steps + 2), prompt_tokens))
+    number = work.prompts * (steps + 2)
+    texts = prompts_of_rows(work.rows, model, number) if work.rows else make_prompts(model, number, prompt_tokens)
+    (folder / TEXTS).write_text(json.dumps(texts))
+    data = make_data(folder, texts)
+    # As many tokens in a pass as the rows of the bare loop have.
+    per_prompt = statistics.fmean(len(ids) for ids in load_tokenizer(str(model))(texts).input_ids) if work.rows else 8
+    tokens_of_a_pass = int(work.micro_batch * (per_prompt + work.tokens))
     composed = compose(
         [
             *(
                 f"data.train_files={data}",
                 f"data.train_batch_size={work.prompts}",
-                f"data.max_prompt_length={max(16, prompt_tokens)}",
+                f"data.max_prompt_length={LONGEST_OF_ROWS if work.rows else max(16, prompt_tokens)}",
                 f"data.max_response_length={work.tokens}",
             ),
             *(f"actor_rollout_ref.model.path={model}", "actor_rollout_ref.model.enable_gradient_checkpointing=false"),
             *(
                 f"actor_rollout_ref.actor.ppo_mini_batch_size={work.prompts}",
-                "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4352",
+                f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={tokens_of_a_pass}",
             ),
             *("actor_rollout_ref.rollout.n=8", f"actor_rollout_ref.rollout.ignore_eos={not ragged}"),
             *(f"reward.custom_reward_function.path={folder / 'reward.py'}", f"trainer.total_training_steps={steps}"),
@@ -268,7 +288,7 @@ def bench(folder: Path, case: str, work: argparse.Namespace) -> float:
         cluster.build(
             [
                 (bare_engine, bare_engine.start_build(BareEngine, [(engine_spec, work.tokens, not ragged)])),
-                (bare_loop, bare_loop.start_build(BareLoop, [(str(model), 32)])),
+                (bare_loop, bare_loop.start_build(BareLoop, [(str(model), work.micro_batch)])),
             ]
         )
         rows, captured = [], capture(rollout)
@@ -283,7 +303,7 @@ def bench(folder: Path, case: str, work: argparse.Namespace) -> float:
             if step > 0:  # the first one warms everything up
                 rows.append(metrics)
         sinks.close()
-        return report(rows, case, work.tokens)
+        return report(rows, case, work)
 
 
 def capture(rollout: Any) -> list[Any]:
@@ -299,7 +319,7 @@ def capture(rollout: Any) -> list[Any]:
     return captured
 
 
-def report(rows: list[dict[str, float]], case: str, tokens: int) -> float:
+def report(rows: list[dict[str, float]], case: str, work: argparse.Namespace) -> float:
     """Print medians over the steps; return that of the whole step."""
 
     def median(key: str) -> float:
@@ -308,8 +328,10 @@ def report(rows: list[dict[str, float]], case: str, tokens: int) -> float:
     bare = statistics.median(row["bare_gen"] + row["bare_train"] for row in rows)
     ratio = statistics.median(row["whole"] / (row["bare_gen"] + row["bare_train"]) for row in rows)
     ragged, prompt_tokens, bar = CASES[case]
-    kind = f"ragged lengths (of at most {tokens})" if ragged else f"equal lengths ({tokens})"
-    kind += f", prompts of {prompt_tokens} tokens"
+    if work.model not in SIZES:
+        bar = BAR_OF_A_FOLDER
+    kind = f"ragged lengths (of at most {work.tokens})" if ragged else f"equal lengths ({work.tokens})"
+    kind += f", prompts of {work.rows}" if work.rows else f", prompts of {prompt_tokens} tokens"
     print(f"\n{kind}: medians of {len(rows)} steps, seconds; {median('perf/total_num_tokens'):.0f} tokens a step")
     print(f"  whole step of the program          {median('whole'):8.3f}")
     for phase in ("gen", "reward", "ref", "old_logprobs", "adv", "update_actor", "sync_weights"):
@@ -328,13 +350,14 @@ def bench_trl(folder: Path, case: str, work: argparse.Namespace) -> None:
     import subprocess
 
     script = Path(__file__).with_name("bench_trl.py")
-    sizes = ("--steps", str(work.steps), "--prompts", str(work.prompts), "--tokens", str(work.tokens))
+    sizes = ["--steps", str(work.steps), "--prompts", str(work.prompts), "--tokens", str(work.tokens)]
+    sizes += ["--micro-batch", str(work.micro_batch), "--texts", str(folder / TEXTS)]
     words = [work.trl, str(script), "--model", work.model, *sizes, *(["--ragged"] if CASES[case][0] else [])]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     ratios = []
     for _ in range(work.rounds):
         seconds = bench(folder, case, work)
-        printed = subprocess.run(words, capture_output=True, text=True, check=True, timeout=1800, env=environment).stdout
+        printed = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, timeout=1800, env=environment).stdout
         print(printed)
         match = re.search(r"whole step +([0-9.]+)", printed)
         assert match, printed
@@ -353,8 +376,10 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5, help="measured steps, after one for warming up")
     parser.add_argument("--cases", nargs="+", choices=sorted(CASES), default=list(CASES), help="which lengths and prompts")
     parser.add_argument("--model", default="10m", help="10m or 1m, random models of so many parameters; or a model's folder")
+    parser.add_argument("--rows", help="a file or task whose prompts take the place of random ones")
     parser.add_argument("--prompts", type=int, default=16, help="prompts of a step, with 8 responses each")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of a response at most")
+    parser.add_argument("--micro-batch", type=int, default=32, help="rows of one pass of the bare loop and of TRL")
     parser.add_argument("--trl", metavar="PYTHON", help="the Python of TRL's environment: run in turns with it")
     parser.add_argument("--rounds", type=int, default=2, help="turns of program and TRL")
     arguments = parser.parse_args()

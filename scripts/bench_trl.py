@@ -12,6 +12,7 @@ A shared machine changes its speed within minutes: the last command runs the two
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -37,7 +38,8 @@ def bench(model: Path, out: Path, work: argparse.Namespace) -> None:
         )
 
     steps, num_rollouts = work.steps, work.prompts * NUM_SAMPLES
-    rows = [{"prompt": prompt} for prompt in make_prompts(model, work.prompts * (steps + 2), 8)]
+    texts = json.loads(work.texts.read_text()) if work.texts else make_prompts(model, work.prompts * (steps + 2), 8)
+    rows = [{"prompt": text} for text in texts]
     stop_ids = GenerationConfig.from_pretrained(model).eos_token_id
     step_seconds: list[float] = []
     sampling_seconds: list[float] = []
@@ -98,6 +100,7 @@ def bench(model: Path, out: Path, work: argparse.Namespace) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="10m", help=f"{', '.join(SIZES)}, or a model's folder")
+    parser.add_argument("--texts", type=Path, help="a JSON file with the prompts, as bench_step.py writes it")
     parser.add_argument("--prompts", type=int, default=16, help="prompts of a step, with 8 responses each")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of a response at most")
     parser.add_argument("--steps", type=int, default=4, help="measured steps, after one for warming up")
