@@ -426,15 +426,19 @@ PHASES = {
 """The phases' metrics `timing_s/...`."""
 
 
-def predict(plan: Plan, runs: Path) -> dict[str, float]:
-    """Return the seconds of phases and `step` by earlier runs in this folder; empty without any."""
+def predict(plan: Plan, runs: Path, *, longest: bool = False) -> dict[str, float]:
+    """Return the seconds of phases and `step` by earlier runs in this folder; empty without any.
+
+    With `longest` every response is as long as it may be, as those of another job can be.
+    """
     if plan.model is None:
         return {}
     num_params = plan.model.num_params
     try:
         known = _known(plan, runs)
         nearest = min(known, key=lambda size: abs(math.log(size / num_params)))
-        time = step_time(plan, Fitted(**known[nearest]))
+        fitted = Fitted(**known[nearest] | ({"response": 1.0} if longest else {}))
+        time = step_time(plan, fitted)
     except (TypeError, ValueError, AttributeError):  # no such run, or another kind of file
         return {}
     return {} if time is None else time.phases | {"step": time.total}

@@ -559,13 +559,16 @@ def _time(plan: Plan) -> Rows:
     estimate = step_time(plan) if judged is not None and judged.fits else None
     if estimate is None:
         # By the runs that were made on this machine.
-        phases = {} if plan.machine.name else predict(plan, Path(plan.config.trainer.default_local_dir).expanduser())
+        runs = Path(plan.config.trainer.default_local_dir).expanduser()
+        phases = {} if plan.machine.name else predict(plan, runs)
         for name, seconds in phases.items():
             yield TABLE, f"{'a step' if name == 'step' else name:<30}{seconds:>10.3f} s"
         if phases:
+            most = predict(plan, runs, longest=True)["step"]
             yield (
                 "assumed",
-                "what a run on this machine measured (calibration.json beside the runs), and responses as long",
+                "what a run on this machine measured (calibration.json beside the runs), and responses as long as there; "
+                f"if each is as long as data.max_response_length allows, a step takes {most:.3f} s",
             )
         return
     for name, seconds in estimate.phases.items():

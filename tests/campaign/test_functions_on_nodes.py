@@ -101,6 +101,18 @@ def logs(cluster: Cluster, name: str) -> str:
     return "".join(file.read_text(errors="replace") for file in (cluster.runs / name / "logs").glob("reward-*.log"))
 
 
+ROLES = """
+for pid in $(pgrep -f ray::WorkerHost); do readlink /proc/$pid/fd/1 | grep -o '[a-z_]*[0-9]*[.]log' | sed 's/[.]log//'; done
+pgrep -fa "grpo_rl[.](envs|rewards)[.]" | grep -o "grpo_rl[.][a-z_.]*"
+pgrep -fa "grpo_rl[.]main" | grep -o "grpo_rl[.]main"
+"""
+"""Prints the roles of the processes of a run on a machine: a worker's log is named after it."""
+
+
+def roles_on(cluster: Cluster, number: int) -> list[str]:
+    return sorted(cluster.machines.run(number, "bash", "-c", ROLES, code=None).split())
+
+
 def test_rewards_run_on_all_machines_and_one_that_dies_costs_no_response(cluster: Cluster, words: list[str]) -> None:
     cluster.machines.environment["HF_TOKEN"] = TOKEN
     process = cluster.start("calm", words, 2)
@@ -114,8 +126,10 @@ def test_rewards_run_on_all_machines_and_one_that_dies_costs_no_response(cluster
     print(f"MEASURED responses scored by node: {shares}")
     assert sum(shares.values()) == len(scored) and min(shares.values()) > len(scored) / 6, shares
 
+    # Started on the head of Ray, so that another machine can die; the run cannot go on without that of its actor.
     process = cluster.start("killed", words, 2)
-    cluster.machines.kill(3)
+    killed = next(number for number in (3, 2) if "actor0" not in roles_on(cluster, number))
+    cluster.machines.kill(killed)
     code, said = ended(process)
     assert code == 0, said
     assert re.search(r"functions\d is gone with its node; its work goes to the other nodes", said), said
@@ -125,7 +139,7 @@ def test_rewards_run_on_all_machines_and_one_that_dies_costs_no_response(cluster
     print(f"MEASURED rewards without and with the machine's end: {rewards}")
     assert rewards[0] == rewards[1] and len(rewards[0]) == STEPS
     assert cluster.policy("calm") == cluster.policy("killed")
-    cluster.add(3)
+    cluster.add(killed)
 
 
 def test_three_machines_score_beside_each_other(cluster: Cluster) -> None:
@@ -215,27 +229,19 @@ def test_red_inputs_earn_nothing_and_cost_their_own_response_on_another_machine(
     assert remaining == "", remaining
 
 
-ROLES = """
-for pid in $(pgrep -f ray::WorkerHost); do readlink /proc/$pid/fd/1 | grep -o '[a-z_]*[0-9]*[.]log' | sed 's/[.]log//'; done
-pgrep -fa "grpo_rl[.](envs|rewards)[.]" | grep -o "grpo_rl[.][a-z_.]*"
-pgrep -fa "grpo_rl[.]main" | grep -o "grpo_rl[.]main"
-"""
-"""Prints the roles of the processes of a run on a machine: a worker's log is named after it."""
-
-
 def test_where_each_process_of_a_run_with_environments_is(cluster: Cluster) -> None:
     process = cluster.start("agents", instead("recipe=agents/calculator", "trainer.total_training_steps=200", *engines(2)), 1)
-    roles_on = {number: sorted(cluster.machines.run(number, "bash", "-c", ROLES, code=None).split()) for number in (1, 2, 3)}
+    by_machine = {number: roles_on(cluster, number) for number in (1, 2, 3)}
     cluster.machines.run(1, "pkill", "-TERM", "-f", "grpo_rl[.]main")
     code, output = ended(process)
     assert code == 75, output
-    for number, roles in roles_on.items():
+    for number, roles in by_machine.items():
         print(f"MEASURED node-{number}: {', '.join(f'{roles.count(role)} {role}' for role in dict.fromkeys(roles))}")
     everywhere = {"functions", "grpo_rl.envs.runtime.episode_host"}
-    kinds = {number: {role.rstrip("0123456789") for role in roles} for number, roles in roles_on.items()}
+    kinds = {number: {role.rstrip("0123456789") for role in roles} for number, roles in by_machine.items()}
     assert all(everywhere <= roles for roles in kinds.values()), kinds
     assert "grpo_rl.main" in kinds[1] and "grpo_rl.main" not in kinds[2] | kinds[3]
-    assert sorted(role for roles in roles_on.values() for role in roles if role.startswith("rollout")) == [
+    assert sorted(role for roles in by_machine.values() for role in roles if role.startswith("rollout")) == [
         "rollout0",
         "rollout1",
     ]

@@ -15,6 +15,7 @@ from grpo_rl.plan import cost
 from grpo_rl.plan.cost import SPREAD
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.make import make_plan
+from grpo_rl.plan.text import describe
 from grpo_rl.telemetry.metrics.grades import grades, measured
 from grpo_rl.telemetry.page.run_data import run_data
 from grpo_rl.telemetry.report import report_text
@@ -45,6 +46,25 @@ def test_the_run_that_was_measured_is_predicted_as_it_was(tmp_path: Path) -> Non
     phases = {"sampling": 1.5, "reward": 0.1, "reference": 0.1, "update": 0.6, "weight transfer": 0.1}
     assert predicted == pytest.approx(phases | {"other": 0.1, "step": 2.5})
     assert measured(MEASURED[:2]) == {}, "fewer than three steps"
+
+
+def test_the_longest_step_is_that_of_a_run_whose_responses_were_all_cut(tmp_path: Path) -> None:
+    plan = planned()
+    longest = float(plan.config.data.max_response_length)
+    for name in ("short", "cut"):
+        (tmp_path / name).mkdir()
+    cost.learn(plan, tmp_path / "short", MEASURED)
+    short = cost.predict(plan, tmp_path / "short")
+    most = cost.predict(plan, tmp_path / "short", longest=True)
+    assert most["sampling"] > short["sampling"] and most["update"] > short["update"]
+    # The same factors, learnt from responses that were all cut.
+    cut = [record | {"response_length/mean": longest, "response_length/max": longest} for record in MEASURED]
+    cost.learn(plan, tmp_path / "cut", cut)
+    assert cost.predict(plan, tmp_path / "cut", longest=True) == pytest.approx(cost.predict(plan, tmp_path / "cut"))
+    runs = f"trainer.default_local_dir={tmp_path / 'short'}"
+    assert f"a step takes {most['step']:.3f} s" in " ".join(
+        describe(compose(["recipe=arithmetic/grpo", runs]), planned(runs)).split()
+    )
 
 
 def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> None:
