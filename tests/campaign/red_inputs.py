@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -38,6 +39,7 @@ from grpo_rl.types import Prompt, Rollout
 
 START_S, STEP_S = 120.0, 3.0
 ONE = np.ones(1, np.int32)
+DECLARED_DEAD_S = 120.0
 HTTP = {
     "refuses": (401, b"no"),
     "breaks off": (200, b"{broken"),
@@ -104,6 +106,18 @@ def scores(runner: RewardRunner, rollouts: Mapping[str, Rollout]) -> dict[str, A
     return {name: [item.reward, item.failure, item.failure_cause] for name, item in zip(rollouts, scored, strict=True)}
 
 
+def living_nodes(ray: Any) -> dict[str, str]:
+    """Ray's ids of nodes by address. A machine that died and came again is two nodes until Ray has declared the first one dead."""
+    until = time.monotonic() + DECLARED_DEAD_S
+    while True:
+        living = [entry for entry in ray.nodes() if entry["Alive"]]
+        by_address = {entry["NodeManagerAddress"]: entry["NodeID"] for entry in living}
+        if len(by_address) == len(living):
+            return by_address
+        assert time.monotonic() < until, living
+        time.sleep(1.0)
+
+
 def main(head: str, node_address: str, folder: Path, outside: dict[str, object]) -> None:
     with ray_session(RayInitConfig(address=head), 1):
         import ray
@@ -114,7 +128,7 @@ def main(head: str, node_address: str, folder: Path, outside: dict[str, object])
         from grpo_rl.cluster.roles.function_host import EnvironmentSpec, FunctionSpec, ScorerSpec
         from grpo_rl.cluster.roles.function_pool import FunctionPool
 
-        [node] = [entry["NodeID"] for entry in ray.nodes() if entry["NodeManagerAddress"] == node_address]
+        node = living_nodes(ray)[node_address]
         settings = TrainerConfig()
         supervisor = Supervisor(settings, Recoveries(settings, print))
 

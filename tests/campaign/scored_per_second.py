@@ -11,7 +11,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from red_inputs import START_S, answer
+from red_inputs import START_S, answer, living_nodes
 
 from grpo_rl.cluster.session.ray_session import ray_session
 from grpo_rl.config.schema.tree import RayInitConfig, RewardConfig, TrainerConfig
@@ -31,7 +31,7 @@ def main(head: str, folder: Path, function: str) -> None:
         from grpo_rl.cluster.roles.function_host import FunctionSpec, ScorerSpec
         from grpo_rl.cluster.roles.function_pool import FunctionPool
 
-        nodes = [entry["NodeID"] for entry in ray.nodes() if entry["Alive"]]
+        nodes = [*living_nodes(ray).values()]
         settings = TrainerConfig()
         supervisor = Supervisor(settings, Recoveries(settings, print))
         config = RewardConfig(functions=[function], num_workers=NUM_PROCESSES, timeout_s=60.0)
