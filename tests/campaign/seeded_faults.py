@@ -134,8 +134,8 @@ FAULTS: list[Fault] = [
     _F(
         "sign",
         "algos/objective.py",
-        "loss = loss - self._entropy_coeff(entropy_coeff) * entropy",
-        "loss = loss + self._entropy_coeff(entropy_coeff) * entropy",
+        "loss = loss - (self.entropy_coeff if entropy_coeff is None else entropy_coeff) * entropy",
+        "loss = loss + (self.entropy_coeff if entropy_coeff is None else entropy_coeff) * entropy",
         "unit/algos",
     ),
     _F(
@@ -177,8 +177,8 @@ FAULTS: list[Fault] = [
     _F(
         "shared one token too many",
         "models/packing.py",
-        "shared = int(differs_P[0]) if len(differs_P) else most",
-        "shared = int(differs_P[0]) + 1 if len(differs_P) else most",
+        "shared = int(differs_P[0]) if len(differs_P) else num_common",
+        "shared = int(differs_P[0]) + 1 if len(differs_P) else num_common",
         "unit/models",
     ),
     _F(
@@ -206,8 +206,8 @@ FAULTS: list[Fault] = [
     _F(
         "token of the neighbour",
         "models/packing.py",
-        "predict_T=(predict_T[own_T] - own.begin).to(device)",
-        "predict_T=(predict_T[own_T] - own.begin).clamp(min=1).to(device)",
+        "predict_T=(predict_T[own_T] - rank_slice.begin).to(device)",
+        "predict_T=(predict_T[own_T] - rank_slice.begin).clamp(min=1).to(device)",
         "unit/models integration/test_layout_invariance.py",
     ),
     # ---- data
@@ -279,14 +279,14 @@ FAULTS: list[Fault] = [
     # ---- envs
     _F(
         "lost version",
-        "envs/episode_pool.py",
+        "rollout/conversation.py",
         "        for version, number in turn.versions:\n            self.versions = extended(self.versions, version, number)\n",
         "        self.versions = turn.versions\n",
         "unit/envs",
     ),
     _F(
         "context trained",
-        "envs/episode_pool.py",
+        "rollout/conversation.py",
         "while self.pieces and self.turns and self.length > self.turns[-1].end:",
         "while False:",
         "unit/envs",
@@ -317,8 +317,8 @@ FAULTS: list[Fault] = [
     _F(
         "no update",
         "trainer/session.py",
-        "if self.step > self.config.trainer.critic_warmup:",
-        "if self.step >= self.config.trainer.critic_warmup:",
+        "self.actor if self.step > self.config.trainer.critic_warmup else",
+        "self.actor if self.step >= self.config.trainer.critic_warmup else",
         "unit/trainer",
     ),
     _F(
@@ -331,7 +331,7 @@ FAULTS: list[Fault] = [
     _F(
         "lost state",
         "trainer/session.py",
-        '            self.advantage.load_state_dict(state["advantage"])',
+        '            self.advantage.kl_controller.load_state_dict(state["advantage"])',
         "            pass",
         "unit/trainer",
     ),
@@ -352,22 +352,22 @@ FAULTS: list[Fault] = [
     _F(
         "lost prompt",
         "trainer/in_flight.py",
-        "waiting = [[group.batch, group.row, group.prompt.uid] for group in self.groups]",
-        "waiting = [[group.batch, group.row, group.prompt.uid] for group in self.groups if not group.missing]",
+        "waiting = [[group.batch, group.row, group.prompt.uid] for group in self.groups.values()]",
+        "waiting = [[group.batch, group.row, group.prompt.uid] for group in self.groups.values() if not group.missing]",
         "unit/trainer",
     ),
     _F(
         "surplus trained late",
         "trainer/in_flight.py",
-        "if self.selection.refills and self.in_order:",
-        "if False:",
+        "surplus = self.requested() if self.in_order else []",
+        "surplus = []",
         "unit/trainer",
     ),
     _F(
         "replay for ever",
         "trainer/replay.py",
-        "self.kept = [one for one in self.kept if step - one.since <= self.max_age]",
-        "pass",
+        "groups = [group for group in self.kept if step - group.since <= self.max_age]",
+        "groups = list(self.kept)",
         "unit/trainer",
     ),
     _F("swallowed error", "trainer/run.py", "if self._nonfinite_in_a_row > (", "if False and (", "unit/trainer"),
@@ -396,8 +396,8 @@ FAULTS: list[Fault] = [
     _F(
         "missing zeroing",
         "workers/trained_rank.py",
-        '        self._passes("start")\n        self.optimizer.zero_grad(set_to_none=True)\n',
-        '        self._passes("start")\n',
+        '            self._passes("start")\n            self.optimizer.zero_grad(set_to_none=True)\n',
+        '            self._passes("start")\n',
         "unit/workers integration/test_layout_invariance.py integration/test_critic.py",
     ),
     _F(
@@ -439,8 +439,8 @@ FAULTS: list[Fault] = [
     _F(
         "one too few kept",
         "checkpoint/store.py",
-        "max(0, len(others) - self.keep + 1)",
-        "max(0, len(others) - self.keep + 2)",
+        "max(0, len(older) - self.keep + 1)",
+        "max(0, len(older) - self.keep + 2)",
         "unit/checkpoint",
     ),
     _F(
@@ -510,7 +510,7 @@ FAULTS: list[Fault] = [
     _F(
         "late judgement",
         "cluster/recovery/supervisor.py",
-        "        entry.last = time.monotonic()\n        self._judge(entry, activity)\n",
+        "        entry.answered()\n        self._judge(entry, activity)\n",
         "        self._judge(entry, activity)\n",
         "unit/cluster faults/test_recovery_replicas.py",
     ),
