@@ -564,11 +564,11 @@ def _time(plan: Plan) -> Rows:
         for name, seconds in phases.items():
             yield TABLE, f"{'a step' if name == 'step' else name:<30}{seconds:>10.3f} s"
         if phases:
-            most = predict(plan, runs, longest=True)["step"]
+            cut_step_s = predict(plan, runs, longest=True)["step"]
             yield (
                 "assumed",
                 "what a run on this machine measured (calibration.json beside the runs), and responses as long as there; "
-                f"if each is as long as data.max_response_length allows, a step takes {most:.3f} s",
+                f"if each is as long as data.max_response_length allows, a step takes {cut_step_s:.3f} s",
             )
         return
     for name, seconds in estimate.phases.items():
