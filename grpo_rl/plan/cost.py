@@ -17,6 +17,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,10 @@ class Fitted:
     prompt: float = MEAN_SHARE
     response: float = MEAN_SHARE  # mean lengths, as shares of the longest
     spread: float = SPREAD
+
+    def __post_init__(self) -> None:
+        if not all(0 <= number < math.inf for number in (*self.factors.values(), self.prompt, self.response, self.spread)):
+            raise ValueError("a run measures finite numbers")
 
     def of(self, phase: str) -> float:
         """A phase that was not measured has the update's factor."""
@@ -431,16 +436,11 @@ def predict(plan: Plan, runs: Path, *, longest: bool = False) -> dict[str, float
 
     With `longest` every response is as long as it may be, as those of another job can be.
     """
-    if plan.model is None:
+    if plan.model is None or not (known := _known(plan, runs)):
         return {}
     num_params = plan.model.num_params
-    try:
-        known = _known(plan, runs)
-        nearest = min(known, key=lambda size: abs(math.log(size / num_params)))
-        fitted = Fitted(**known[nearest] | ({"response": 1.0} if longest else {}))
-        time = step_time(plan, fitted)
-    except (TypeError, ValueError, AttributeError):  # no such run, or another kind of file
-        return {}
+    fitted = known[min(known, key=lambda size: abs(math.log(size / num_params)))]
+    time = step_time(plan, dataclasses.replace(fitted, response=1.0) if longest else fitted)
     return {} if time is None else time.phases | {"step": time.total}
 
 
@@ -483,24 +483,28 @@ def learn(plan: Plan, runs: Path, records: list[dict[str, float]]) -> None:
     names = {name: f"timing_s/{PHASES[name]}" for name in nominal.phases if name in PHASES}
     factors = {name: seconds[key] / nominal.phases[name] for name, key in names.items() if key in seconds}
     without = step_time(plan, dataclasses.replace(fitted, factors=factors | {"other": 0.0}))
-    assert without is not None, "the same run"
-    fitted = dataclasses.replace(fitted, factors=factors | {"other": max(0.0, seconds["timing_s/step"] - without.total)})
+    assert without is not None and plan.model is not None, "the same run"
+    other = max(0.0, seconds["timing_s/step"] - without.total)
+    fitted = dataclasses.replace(fitted, factors=factors | {"other": other})
     if plan.config.rollout.ignore_eos:  # forced lengths
         fitted = dataclasses.replace(fitted, response=MEAN_SHARE, spread=SPREAD)
-    assert plan.model is not None, "it was estimated"
     if (earlier := _known(plan, runs).get(plan.model.num_params)) is not None:
-        lengths = {"prompt": fitted.prompt, "response": fitted.response, "spread": fitted.spread}
-        foretold, measured_time = step_time(plan, Fitted(**earlier | lengths)), step_time(plan, fitted)
-        if foretold is not None and measured_time is not None and measured_time.total > BUSY * foretold.total:
+        foretold = step_time(plan, dataclasses.replace(fitted, factors=earlier.factors))
+        if foretold is not None and without.total + other > BUSY * foretold.total:
             return
     entry = {f"{_machine(plan)}; {plan.model.num_params} parameters": dataclasses.asdict(fitted)}
     write_whole(runs / FILE, json.dumps(_read(runs) | entry, indent=1))
 
 
-def _known(plan: Plan, runs: Path) -> dict[int, dict[str, Any]]:
-    """Return the entries of this machine by the number of the model's parameters."""
-    keys = [(key.partition("; "), entry) for key, entry in _read(runs).items()]
-    return {int(size.split()[0]): entry for (machine, _, size), entry in keys if size and machine == _machine(plan)}
+def _known(plan: Plan, runs: Path) -> dict[int, Fitted]:
+    """Return what runs of this machine measured, by the number of the model's parameters."""
+    known = {}
+    for key, entry in _read(runs).items():
+        machine, _, size = key.partition("; ")
+        if machine == _machine(plan):
+            with suppress(TypeError, ValueError, AttributeError, IndexError):  # another kind of entry
+                known[int(size.split()[0])] = Fitted(**entry)
+    return known
 
 
 def _machine(plan: Plan) -> str:
@@ -512,15 +516,7 @@ def _machine(plan: Plan) -> str:
 
 
 def _read(runs: Path) -> dict[str, Any]:
-    """Return the file's usable entries."""
     try:
-        known = dict(read_json(runs / FILE))
-        return {machine: entry for machine, entry in known.items() if _is_usable(entry)}
+        return dict(read_json(runs / FILE))
     except (DataError, ValueError, TypeError):
         return {}
-
-
-def _is_usable(entry: Any) -> bool:
-    values = [*entry.values()] if isinstance(entry, dict) else [entry]
-    numbers = [number for value in values for number in (value.values() if isinstance(value, dict) else [value])]
-    return all(isinstance(number, int | float) and 0 <= number < math.inf for number in numbers)

@@ -3,24 +3,23 @@ Figures of named machines are those of public data sheets, without sparsity, rat
 
 from __future__ import annotations
 
-import ctypes
 import difflib
 import os
 import re
-from pathlib import Path
-from typing import Any
 
-from grpo_rl.config.derived import Machine
+import torch
+
+from grpo_rl.config.derived import Machine, Pool
+from grpo_rl.config.schema.fields import value_of
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError, Problems
 from grpo_rl.frozen import frozen
 
-_GPU_DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
 RANKS_PER_CORE = 8  # of one role on a CPU; more only wait in collectives
 
 
 def probe_machine(config: Config) -> Machine:
-    """Imports torch only if there may be a GPU. Raises ConfigError for an unknown name."""
+    """Raises ConfigError for an unknown name."""
     trainer, device_key, ray = config.trainer, config.trainer.device, config.ray_kwargs.ray_init
     if trainer.machine is not None:
         machine = named(trainer.machine)
@@ -36,30 +35,14 @@ def probe_machine(config: Config) -> Machine:
             nodes=nodes,
             host_memory=int(host_gib * 2**30),
         )
-    num_gpus = gpu_memory = 0
-    if device_key != "cpu" and _may_have_gpu():
-        import torch
-
-        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        gpu_memory = min((torch.cuda.get_device_properties(number).total_memory for number in range(num_gpus)), default=0)
-    device = device_key if device_key != "auto" else ("cuda" if num_gpus else "cpu")
+    num_gpus = torch.cuda.device_count() if device_key != "cpu" and torch.cuda.is_available() else 0
     return Machine(
         num_gpus=num_gpus,
         num_cpus=ray.num_cpus or len(os.sched_getaffinity(0)),
-        device=device,
+        device=device_key if device_key != "auto" else ("cuda" if num_gpus else "cpu"),
         cluster=bool(ray.address or os.environ.get("RAY_ADDRESS")),
-        gpu_memory=gpu_memory,
+        gpu_memory=min((torch.cuda.get_device_properties(number).total_memory for number in range(num_gpus)), default=0),
     )
-
-
-def _may_have_gpu() -> bool:
-    if any(Path(driver).exists() for driver in _GPU_DRIVERS):
-        return True
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
 
 
 def problems(config: Config, machine: Machine) -> Problems:
@@ -79,13 +62,14 @@ def problems(config: Config, machine: Machine) -> Problems:
             f"than cores wait for each other; at most {machine.num_cpus}, or 0 for a fair share"
         )
     # Without a GPU n_gpus_per_node is a number of processes.
-    max_ranks, worlds = RANKS_PER_CORE * machine.num_cpus, dict[str, tuple[Any, int]]()
-    worlds["trainer"] = (trainer, machine.world_size(config))
+    max_ranks = RANKS_PER_CORE * machine.num_cpus
+    roles: dict[str, Pool] = {"trainer": "actor"}
     if not config.is_colocated:
-        worlds["actor_rollout_ref.rollout"] = (rollout, machine.world_size(config, "rollout"))
+        roles["actor_rollout_ref.rollout"] = "rollout"
     if scorer.enable and scorer.enable_resource_pool:
-        worlds["reward.reward_model"] = (scorer, machine.world_size(config, "reward_model"))
-    for prefix, (pool, size) in worlds.items():
+        roles["reward.reward_model"] = "reward_model"
+    for prefix, role in roles.items():
+        pool, size = value_of(config, prefix), machine.world_size(config, role)
         if size > max_ranks:
             key = f"n_gpus_per_node={pool.n_gpus_per_node}" if pool.nnodes == 1 else f"nnodes={pool.nnodes}"
             yield (
@@ -98,7 +82,7 @@ def problems(config: Config, machine: Machine) -> Problems:
 
 
 KEY = "trainer.machine"
-_NAME = re.compile(r"(?:(?P<nodes>\d{1,5})x)?(?P<gpus>\d{1,4})x(?P<device>[A-Za-z][\w]*-\d+GB)", re.ASCII | re.IGNORECASE)
+_NAME = re.compile(r"(?:(?:(?P<nodes>\d{1,5})x)?(?P<gpus>\d{1,4})x)?(?P<device>[a-z]\w*-\d+GB)", re.ASCII | re.IGNORECASE)
 
 
 @frozen
@@ -193,8 +177,7 @@ class NamedMachine:
 
 def named(name: str) -> NamedMachine:
     """Raises ConfigError for a name of another form, or of an unlisted device."""
-    match = _NAME.fullmatch(name if "x" in name.lower().partition("-")[0] and name[:1].isdigit() else f"1x{name}")
-    known = {device.lower(): device for device in DEVICES}
+    match, known = _NAME.fullmatch(name), {device.lower(): device for device in DEVICES}
     if match is None:
         raise ConfigError(
             f"{KEY}={name}: a machine is written as its GPUs and their memory, 8xH100-80GB, several as 4x8xH100-80GB; devices: "
@@ -205,7 +188,7 @@ def named(name: str) -> NamedMachine:
         names = difflib.get_close_matches(match["device"].lower(), known, n=1)
         hint = f"; did you mean {known[names[0]]}?" if names else ""
         raise ConfigError(f"{KEY}={name}: no device {match['device']} is known here{hint} There are: {', '.join(DEVICES)}")
-    nodes, gpus = int(match["nodes"] or 1), int(match["gpus"])
+    nodes, gpus = (int(match[part] or 1) for part in ("nodes", "gpus"))
     if not nodes or not gpus:
         raise ConfigError(f"{KEY}={name}: a machine without GPUs; at least 1x{device}")
     return NamedMachine(f"{nodes}x{gpus}x{device}" if match["nodes"] else f"{gpus}x{device}", nodes, gpus, DEVICES[device])

@@ -99,17 +99,16 @@ def check_others(config: Config) -> None:
         if not path or path.startswith(PREFIX) or path == policy.path:
             continue
         folder = Path(path).expanduser()
-        if folder.is_dir():
-            try:
+        try:
+            if folder.is_dir():
                 settings = _read_config(folder, key)
-            except ConfigError as error:
-                problems += error.problems
-                continue
-            problems += _broken_files(folder, key)
-            if not problems and settings.get("tie_word_embeddings") and key != "reward.reward_model.model_path":
-                refuse_other_head(path, key)
-        elif path[0] in "/.~":
-            problems.append(f"{key}={path}: there is no such folder")
+                problems += _broken_files(folder, key)
+                if not problems and settings.get("tie_word_embeddings") and key != "reward.reward_model.model_path":
+                    refuse_other_head(path, key)
+            elif path[0] in "/.~":
+                problems.append(f"{key}={path}: there is no such folder")
+        except ConfigError as error:
+            problems += error.problems
     if problems:
         raise ConfigError(problems)
 
@@ -205,17 +204,14 @@ def _broken_files(folder: Path, key: str = _PATH) -> Problems:
             "it into a folder of its own, and name that in actor_rollout_ref.model.lora_adapter_path if it does"
         )
     for file in sorted(folder.glob("*.safetensors")):
-        try:
-            header, start = _header(file)
-            end = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        except (OSError, ValueError, LookupError, TypeError, struct.error):
+        numbers_and_bytes, present = _described(file), file.stat().st_size
+        if numbers_and_bytes is None:
             with file.open("rb") as stream:
                 is_pointer = stream.read(40).startswith(b"version https://git-lfs")
             lfs = " (a pointer of git LFS: fetch the file itself with git lfs pull)" * is_pointer
             yield f"{key}={folder}: {file.name} is no safetensors file{lfs}"
-            continue
-        if file.stat().st_size < end:
-            yield f"{key}={folder}: {file.name} is cut short: it has {file.stat().st_size:,} of {end:,} bytes"
+        elif present < numbers_and_bytes[1]:
+            yield f"{key}={folder}: {file.name} is cut short: it has {present:,} of {numbers_and_bytes[1]:,} bytes"
     index = folder / "model.safetensors.index.json"
     for file in (folder / "tokenizer_config.json", folder / "tokenizer.json", index):
         try:
@@ -305,25 +301,24 @@ def model_size(path: str) -> ModelSize | None:
 
 def stored_params(folder: Path) -> int | None:
     """Return the numbers in a folder's safetensors files, by their headers; None without readable ones."""
-    total = 0
-    for file in folder.glob("*.safetensors"):
-        try:
-            header, _ = _header(file)
-            total += sum(math.prod(entry["shape"]) for entry in header.values())
-        except (OSError, ValueError, LookupError, TypeError, struct.error):
-            return None
-    return total or None
+    files = [_described(file) for file in folder.glob("*.safetensors")]
+    return None if None in files else sum(file[0] for file in files if file is not None) or None
 
 
-def _header(file: Path) -> tuple[dict[str, Any], int]:
-    """Return a safetensors file's header, and where data start: after 8 bytes of length and the JSON."""
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        header = json.loads(stream.read(min(length, file.stat().st_size)))
-    if not isinstance(header, dict):
-        raise ValueError("its header is no object")
-    header.pop("__metadata__", None)
-    return header, 8 + length
+def _described(file: Path) -> tuple[int, int] | None:
+    """Return the numbers and the bytes of a safetensors file as its header has them; None if it is unreadable.
+
+    8 bytes are the length of the header, a JSON object; then come the data.
+    """
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(min(length, file.stat().st_size)))
+        header.pop("__metadata__", None)
+        numbers = sum(math.prod(entry["shape"]) for entry in header.values())
+        return numbers, 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error):
+        return None
 
 
 def _builtin_settings(path: str) -> Settings:
@@ -360,7 +355,7 @@ def _from_settings(config: Settings, num_params: int | None) -> ModelSize | None
 
 def _counted_params(size: ModelSize, config: Settings) -> int | None:
     """Count a known family's parameters: attention, gated MLP or experts with router, norms, embeddings."""
-    if size.architecture not in ARCHITECTURES:
+    if size.architecture not in _COUNTED:
         return None
     queries, keys = size.heads * size.head_dim, size.kv_heads * size.head_dim
     attention = size.hidden * (queries + 2 * keys) + queries * size.hidden
@@ -384,7 +379,6 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 _ATTENTION_LAYERS = ("full_attention", "sliding_attention")
 _MIXERS = ("mamba", "rwkv", "recurrent", "jamba", "bamba", "zamba", "xlstm", "lfm2", "falcon_h1", "nemotron_h", "minimax")
 """Parts of the names of families that carry a state from token to token."""
-_SINKS = ("gpt_oss",)
 _OWN_POSITIONS = ("gpt2", "gptj", "opt", "bloom", "mpt", "codegen", "gpt_bigcode", "gpt_neo", "xglm")
 """Layers not in a list `layers`, or positions as a bias of attention (ALiBi)."""
 
@@ -404,7 +398,7 @@ def _training_refuses(config: Config, settings: Settings) -> Problems:
     if kinds or any(part in family for part in _MIXERS):
         what = f"layers of the kind {', '.join(kinds)}" if kinds else "layers that carry a state from token to token"
         yield f"{path}: {family} has {what}, which would mix the sequences of a packed pass; take a model with attention only"
-    elif family in _SINKS:
+    elif family == "gpt_oss":
         yield f"{path}: {family} has attention sinks, which the attention of packed sequences lacks; its log-probs would be wrong"
     elif family in _OWN_POSITIONS or text.get("alibi"):
         yield f"{path}: models of the family {family} cannot be packed here; Llama, Mistral, Qwen, Gemma 3 and Phi 3 can"
@@ -453,30 +447,18 @@ def _training_refuses(config: Config, settings: Settings) -> Problems:
 # Facts from published config.json files, so that a plan needs no model; a folder's or cached file comes
 # first.
 
-_COLUMNS = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 _OTHER = {
     "1m", "awq", "gptq", "gguf", "int4", "int8", "fp8",
     "mxfp4", "bnb", "4bit", "8bit", "vl", "mlx", "embedding", "reranker",
 }  # fmt: skip
 """Words in a name that make it another model: quantised, longer, of another kind."""
-ARCHITECTURES = {
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "seed_oss": "SeedOssForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
-    "olmoe": "OlmoeForCausalLM",
-}
-"""Families whose parameters can be counted: attention with output, a gated MLP or experts."""
-
-_ROWS = [line.split() for line in Path(__file__).with_name("known_models.txt").read_text().splitlines() if line[0] != "#"]
+_COLUMNS, *_ROWS = [
+    line.split() for line in Path(__file__).with_name("known_models.txt").read_text().splitlines() if line[0] != "#"
+]
 KNOWN = {pattern: row[1:] for row in _ROWS for pattern in row[0].split(",")}
 """Family and sizes by name; `*` if more may follow."""
+_COUNTED = {family for family, *_ in KNOWN.values()}
+"""Families whose parameters can be counted: attention with output, a gated MLP or experts."""
 
 
 def known_settings(name: str) -> Settings | None:
@@ -491,13 +473,10 @@ def known_settings(name: str) -> Settings | None:
     if not fitting or _OTHER & set(re.split(r"[-_./]", name.lower())):
         return None
     family, *numbers = KNOWN[max(fitting, key=len)]
-    sizes = [int(number) for number in numbers]
-    settings: Settings = {"model_type": family, "architectures": [ARCHITECTURES[family]]}
+    settings: Settings = {"model_type": family} | dict(zip(_COLUMNS[2:], map(int, numbers), strict=False))
+    settings["tie_word_embeddings"] = bool(settings["tie_word_embeddings"])
     if family != "olmo2":  # whose files are float32
         settings["dtype"] = "bfloat16"
-    settings |= dict(zip(_COLUMNS, sizes, strict=False))
-    settings |= {"vocab_size": sizes[6], "tie_word_embeddings": bool(sizes[7]), "max_position_embeddings": sizes[8]}
-    if len(sizes) > 9:
-        settings |= {"num_local_experts" if family == "mixtral" else "num_experts": sizes[9], "num_experts_per_tok": sizes[10]}
-        settings |= {"moe_intermediate_size": sizes[11]} if family == "qwen3_moe" else {}
+    if family == "mixtral":
+        settings["num_local_experts"] = settings.pop("num_experts")
     return settings
