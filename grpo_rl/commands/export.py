@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,6 @@ _BASE = "actor_rollout_ref.model.path"
 _LOCAL = ("trainer.default_local_dir", "trainer.experiment_name", "trainer.resume_from_path")  # folders
 
 
-ADAPTER = "lora_adapter"  # folder in the exported model of a run with LoRA
 _RUNS_CODE = (".py", ".pyc", ".so", ".sh", ".pkl", ".pickle", ".bin", ".pt", ".pth", ".ckpt")
 """Endings of code, and of files whose reader runs what they say."""
 CARD, CONFIG, CURVE, METRICS = "README.md", "run_config.yaml", "curves.png", "metrics.jsonl"
@@ -116,12 +116,10 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"{options.target} belongs to no run: there is nothing to export")
     run_dir = RunDir(target.run)
     with closing(Console()) as console:
-        folder = (
-            Path(options.output).expanduser() if options.output else _default(target, run_dir, options.adapter, options.dtype)
-        )
+        folder = Path(options.output).expanduser() if options.output else _default(target, options)
         model, marks = Path(model_folder(target, console, trusted=options.trust_run)), "config.json"
         if options.adapter:
-            model, marks = model / ADAPTER, "adapter_config.json"
+            model, marks = model / "lora_adapter", "adapter_config.json"
             if not (model / marks).is_file():
                 raise ConfigError(f"{target.label}: has no adapter: it was trained without actor_rollout_ref.model.lora_rank")
         with writing(str(folder)):
@@ -129,9 +127,8 @@ def main(argv: Sequence[str]) -> int:
                 if folder.exists() and any(folder.iterdir()) and not (folder / marks).is_file():
                     raise ConfigError(f"--output {folder}: is there and holds no model; give a new folder")
                 folder.mkdir(parents=True, exist_ok=True)
-                left_out = (
-                    [] if options.trust_run else sorted(path.name for path in model.rglob("*") if path.suffix in _RUNS_CODE)
-                )
+                may_run_code = sorted(path.name for path in model.rglob("*") if path.suffix in _RUNS_CODE)
+                left_out = [] if options.trust_run else may_run_code
                 with console.progress("copying the model"):
                     shutil.copytree(model, folder, dirs_exist_ok=True, ignore=lambda _, names: set(left_out) & set(names))
                 if left_out:
@@ -155,12 +152,12 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _default(target: Target, run_dir: RunDir, adapter: bool, dtype: str | None) -> Path:
-    ending = ("_adapter" if adapter else "") + (f"_{dtype}" if dtype else "")
+def _default(target: Target, options: argparse.Namespace) -> Path:
+    ending = "_adapter" * options.adapter + (f"_{options.dtype}" if options.dtype else "")
     if target.step is not None:
         return target.export_folder.with_name(target.export_folder.name + ending)
-    if Path(target.model) == run_dir.model:
-        return run_dir.path / "exports" / f"final{ending}"
+    if target.run is not None and Path(target.model) == RunDir(target.run).model:
+        return target.run / "exports" / f"final{ending}"
     raise DataError(f"{target.label}: is the model that the run began with; export it with --output FOLDER if that is meant")
 
 

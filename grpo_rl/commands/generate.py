@@ -22,13 +22,11 @@ from grpo_rl.commands.sampling_plan import (
 )
 from grpo_rl.commands.targets import find_target, model_folder
 from grpo_rl.errors import ConfigError
-from grpo_rl.evaluation.response_file import Record, ResponseFile, identity_of, response_file, settle
-from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.evaluation.response_file import Record, identity_of, response_file, settle
 from grpo_rl.telemetry.terminal.console import Console
 
 if TYPE_CHECKING:
     from grpo_rl.config.schema.tree import DataConfig
-    from grpo_rl.plan.decisions import Plan
 
 _SUFFIXES = (".jsonl", ".parquet")
 
@@ -55,7 +53,14 @@ def main(argv: Sequence[str]) -> int:
         console.info(f"responses are {'scored' if scores else 'not scored: the data have no ground truth'}")
         settle(work, settings | data_settings(plan.config.data, data) | {"scored": scores})
         file = response_file(work, "model", identity_of(model))
-        _sample(plan, data, scores, file, run_dir, console, -1 if options.limit is None else options.limit)
+        from grpo_rl.cluster.sampling import unscored
+        from grpo_rl.data.dataset import BarePromptDataset
+
+        def bare_prompts(tokenizer: Any) -> BarePromptDataset:
+            return BarePromptDataset(data, plan.config.data, tokenizer, max_samples=options.limit or -1).checked(whole=True)
+
+        models = [("generating", plan if scores else unscored(plan), file)]
+        answer_missing(models, run_dir, console, None if scores else bare_prompts)
         groups = file.groups(plan.config.rollout.val_kwargs.n)
         rows = rows_of(groups.values())
         from grpo_rl.data.sources.tables import write_rows
@@ -67,19 +72,6 @@ def main(argv: Sequence[str]) -> int:
         console.info(f"written: {output}")
         shutil.rmtree(work, ignore_errors=True)
     return 0
-
-
-def _sample(
-    plan: Plan, data: Sequence[str], scores: bool, file: ResponseFile, run_dir: RunDir, console: Console, limit: int
-) -> None:
-    from grpo_rl.cluster.sampling import unscored
-    from grpo_rl.data.dataset import BarePromptDataset
-
-    def bare_prompts(tokenizer: Any) -> BarePromptDataset:
-        return BarePromptDataset(data, plan.config.data, tokenizer, max_samples=limit).checked(whole=True)
-
-    models = [("generating", plan if scores else unscored(plan), file)]
-    answer_missing(models, run_dir, console, None if scores else bare_prompts)
 
 
 def _has_ground_truth(data: Sequence[str], config: DataConfig) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 import shlex
@@ -19,6 +18,7 @@ import yaml
 
 import grpo_rl
 from grpo_rl.arguments import Arguments
+from grpo_rl.checkpoint.files import entry_of
 from grpo_rl.errors import ConfigError
 from grpo_rl.frozen import frozen
 from grpo_rl.machine_memory import machine_memory
@@ -153,7 +153,7 @@ def import_gguf(file: GgufFile, folder: Path, dtype: str) -> Path:
                 name=file.name,
                 version=grpo_rl.__version__,
                 file=safe_text(file.path.name),
-                sha256=sha256(file.path),
+                sha256=entry_of(file.path.resolve())[1],
                 types=file.types,
                 dtype=dtype,
                 parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -213,11 +213,6 @@ def _readable(path: Path) -> Iterator[None]:
     except Exception as error:
         why = safe_text(" ".join(str(error).split()) or type(error).__name__, limit=300)
         raise ConfigError(f"{path}: cannot be read as a GGUF model that transformers knows: {why}") from error
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _parser() -> Arguments:

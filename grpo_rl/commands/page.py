@@ -15,7 +15,17 @@ from grpo_rl.telemetry.terminal.text import say
 
 
 def main(argv: Sequence[str]) -> int:
-    arguments = _parser().read(argv)
+    parser = Arguments(
+        "page",
+        "Write one HTML file with everything about a run: state, health, curves, rollouts, time, configuration. Of several\n"
+        "runs the curves lie over each other; of a folder of runs there is a table with links, FOLDER/index.html.",
+        "grpo-rl page my_run\n  grpo-rl page runs/grpo_rl\n  grpo-rl page runs/grpo_rl/one runs/grpo_rl/two --out both.html",
+    )
+    parser.add_argument("run", nargs="+", metavar="RUN", help="the folder or the name of a run, finished or running")
+    parser.add_argument("--out", metavar="FILE", help="the page; RUN/page.html if not given, runs.html beside several")
+    trust = "it is yours: read the tokenizer that it names, for the tokens of responses, outside of it"
+    parser.add_argument(FLAG, action="store_true", help=trust)
+    arguments = parser.read(argv)
     folder = Path(arguments.run[0]).expanduser()
     if len(arguments.run) == 1 and arguments.out is None and named_run(arguments.run[0]) is None and runs_below(folder):
         say(f"page: {write_index(folder)}")
@@ -26,20 +36,3 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--out {out}: the name of a page ends in .html")
     say(f"page: {write_page(runs, out, trusted=arguments.trust_run)}")
     return 0
-
-
-def _parser() -> Arguments:
-    parser = Arguments(
-        "page",
-        "Write one HTML file with everything about a run: state, health, curves, rollouts, time, configuration. Of several\n"
-        "runs the curves lie over each other; of a folder of runs there is a table with links, FOLDER/index.html.",
-        "grpo-rl page my_run\n  grpo-rl page runs/grpo_rl\n  grpo-rl page runs/grpo_rl/one runs/grpo_rl/two --out both.html",
-    )
-    parser.add_argument("run", nargs="+", metavar="RUN", help="the folder or the name of a run, finished or running")
-    parser.add_argument("--out", metavar="FILE", help="the page; RUN/page.html if not given, runs.html beside several")
-    parser.add_argument(
-        FLAG,
-        action="store_true",
-        help="it is yours: read the tokenizer that it names, for the tokens of responses, outside of it",
-    )
-    return parser

@@ -20,7 +20,7 @@ from grpo_rl.config.compose import Composed, compose
 from grpo_rl.config.relative_paths import function_files
 from grpo_rl.config.schema.fields import changed, flat, nested
 from grpo_rl.errors import ConfigError
-from grpo_rl.run_files import weights_digest
+from grpo_rl.run_files import model_digests
 from grpo_rl.source_code import user_sources
 from grpo_rl.telemetry.rundir import RunDir, RunLock, find_run, run_config
 
@@ -121,11 +121,13 @@ def settings_of_run(
     if run is None:
         return {}
     tree = flat(run_config(run))
-    left_out = _typed(words)
-    settings = {key: value for key, (value, _) in changed(tree).items() if _is_taken(key) and key not in left_out}
-    settings = {key: value for key, value in settings.items() if not key.startswith(tuple(without))}
-    if engine not in (None, tree.get(f"{_R}.name")):
-        settings = {key: value for key, value in settings.items() if not _is_of_engine(key) or key == f"{_R}.seed"}
+    typed, has_other_engine = _typed(words), engine not in (None, tree.get(f"{_R}.name"))
+    settings = {
+        key: value
+        for key, (value, _) in changed(tree).items()
+        if _is_taken(key) and key not in typed and not key.startswith(tuple(without))
+        if key == f"{_R}.seed" or not (has_other_engine and _is_of_engine(key))
+    }
     if not trusted:
         refuse_settings(run, settings)
     return settings
@@ -134,7 +136,7 @@ def settings_of_run(
 def data_of_run(run: Path, *, trusted: bool = False) -> list[str]:
     """Raises ConfigError for a task of the run's own, unless it is `trusted`."""
     section = run_config(run).get("data", {})
-    files = section.get("val_files") or section.get("val_prompt_files") if isinstance(section, dict) else None
+    files = section.get("val_files") or section.get("val_prompt_files")
     names = [str(file) for file in files] if isinstance(files, list) else []
     if not trusted:
         refuse_settings(run, {"data.val_files": names})
@@ -242,9 +244,8 @@ def data_settings(data: DataConfig, names: Sequence[str] | None = None) -> Keys:
 
 def _contents(settings: Mapping[str, Any]) -> Keys:
     """Return digests of the files, function files with imports, and model folders that settings name."""
-    paths = {name for value in settings.values() for name in _texts(value) if len(name) < 4096 and os.path.exists(name)}
-    digests = user_sources({*function_files(settings), *paths})
-    digests |= {name: weights_digest(Path(name)) for name in paths if os.path.isfile(os.path.join(name, "config.json"))}
+    paths = filter(os.path.exists, _texts(settings))
+    digests = user_sources({*function_files(settings), *paths}) | model_digests(settings)
     return {f"digest of {name}": of for name, of in sorted(digests.items())}
 
 

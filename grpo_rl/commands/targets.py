@@ -74,6 +74,7 @@ def model_folder(target: Target, console: Console, *, trusted: bool = False) -> 
         return target.model
     assert target.run is not None and target.step is not None
     from grpo_rl.checkpoint.exporting import export_policy, is_exported
+    from grpo_rl.cluster.warm_start import unstarted_folder
 
     base = _trained_from(target.run)
     if not trusted:
@@ -84,17 +85,8 @@ def model_folder(target: Target, console: Console, *, trusted: bool = False) -> 
 
         disable_progress_bar()
         with console.progress(f"exporting step {target.step} of {target.run.name}"):
-            export_policy(checkpoint, ready_model(base["path"], console), base, target.export_folder)
+            export_policy(checkpoint, unstarted_folder(base["path"]), base, target.export_folder)
     return str(target.export_folder)
-
-
-def ready_model(path: str, console: Console) -> str:
-    """An embedded model's folder has to exist, as a run began with it."""
-    if not path.startswith(BUILTIN):
-        return path
-    from grpo_rl.cluster.warm_start import unstarted_folder
-
-    return unstarted_folder(path)
 
 
 def _trained_from(run: Path) -> dict[str, Any]:

@@ -4,7 +4,8 @@ builds the `Plan`, the dry run prints it."""
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from typing import Literal, get_args
 
 from grpo_rl.algos.advantages.registered import ADVANTAGES
 from grpo_rl.algos.correction import RolloutCorrection
@@ -100,7 +101,6 @@ class RewardPlan:
     rules: bool  # reward functions run, in own processes
     judge: bool  # a language model at an endpoint judges responses
     steps_from: Literal["rules", "model", "turns", "none"]  # step rewards' source, if any are read
-    model_alone: bool = False  # the reward model's score is the reward; rules are only shown
 
 
 @frozen
@@ -253,11 +253,11 @@ def decide(
     teachers = derived.teachers_of(config)
     if teachers and "teacher" not in driven:
         raise ConfigError(f"distillation.enabled=true: trainer.schedule={config.trainer.schedule} does not ask teachers")
-    roles = _roles(config, machine, driven, needs_critic="values" in needs, reference=own_reference, resumes=resumes)
+    roles = tuple(_roles(config, machine, driven, needs_critic="values" in needs, reference=own_reference, resumes=resumes))
     return Plan(
         config=config,
         machine=machine,
-        roles=tuple(roles),
+        roles=roles,
         pools=_pools(config, machine, {role.pool for role in roles}),
         passes=_passes(config, objective),
         sizes=_sizes(config, num_train_rows),
@@ -296,8 +296,8 @@ def _reference(config: Config, objective: Objective) -> str | None:
 
 def _roles(
     config: Config, machine: Machine, driven: frozenset[str], *, needs_critic: bool, reference: str | None, resumes: bool
-) -> list[RolePlan]:
-    """Return the roles of those that the schedule drives; `reference` is the reason of a reference."""
+) -> Iterator[RolePlan]:
+    """Yield the roles of those that the schedule drives; `reference` is the reason of a reference."""
     trains = "actor" in driven
     ranks = machine.world_size(config)
     rollout = config.rollout
@@ -308,33 +308,31 @@ def _roles(
         busy = _num_replicas(config, machine) + ranks if separate or derived.overlaps(config) else processes
         return max(1, machine.num_cpus // busy)
 
-    roles = []
+    def role(name: RoleName, pool: str, processes: int, reason: str, *, stateful: bool = False) -> RolePlan:
+        return RolePlan(name, pool, processes, cores(processes), reason, stateful=stateful)
+
     if "rollout" in driven:
         parallel = rollout.tensor_model_parallel_size
         replicas = _num_replicas(config, machine)
         pool = "actor" if config.is_colocated else "rollout"
         threads = (machine.device == "cpu" and rollout.cpu_threads) or cores(replicas)
         # Three calls at once: a long poll, a submission, a control call.
-        roles.append(RolePlan("rollout", pool, replicas, threads, "sampling", parallel, calls_at_once=3))
+        yield RolePlan("rollout", pool, replicas, threads, "sampling", parallel, calls_at_once=3)
     if trains or (resumes and "rollout" in driven):
         reason = "training" if trains else "the checkpoint's weights, which it hands to the engines"
-        roles.append(RolePlan("actor", "actor", ranks, cores(ranks), reason, stateful=True))
+        yield role("actor", "actor", ranks, reason, stateful=True)
     if reference is not None:
-        moves = config.is_iterated
-        roles.append(RolePlan("reference", "actor", ranks, cores(ranks), reference, stateful=moves))
+        yield role("reference", "actor", ranks, reference, stateful=config.is_iterated)
     if any(teacher.model_path is not None for teacher in derived.teachers_of(config).values()) and "teacher" in driven:
         pool, count = "teacher" if config.distillation.nnodes else "actor", machine.world_size(config, "teacher")
-        roles.append(RolePlan("teacher", pool, count, cores(count), "the distributions that the policy learns"))
+        yield role("teacher", pool, count, "the distributions that the policy learns")
     if "critic" in driven and needs_critic:
-        roles.append(RolePlan("critic", "actor", ranks, cores(ranks), "the values that the estimator reads", stateful=True))
-    scores = "rewarder" in driven and config.reward.reward_model.enable
-    if scores or "reward_model" in driven:
-        scorers = machine.world_size(config, "reward_model")
+        yield role("critic", "actor", ranks, "the values that the estimator reads", stateful=True)
+    scores, is_trained = "rewarder" in driven and config.reward.reward_model.enable, "reward_model" in driven
+    if scores or is_trained:
         pool = "reward_model" if config.reward.reward_model.enable_resource_pool else "actor"
-        is_trained = "reward_model" in driven
         reason = " and ".join(["scores of responses"] * scores + ["training"] * is_trained)
-        roles.append(RolePlan("reward_model", pool, scorers, cores(scorers), reason, stateful=is_trained))
-    return roles
+        yield role("reward_model", pool, machine.world_size(config, "reward_model"), reason, stateful=is_trained)
 
 
 def _num_replicas(config: Config, machine: Machine) -> int:
@@ -353,7 +351,7 @@ def _rows(config: Config, objective: Objective) -> RowKind | None:
     return "pairs" if objective.needs_pairs else "answers"
 
 
-def _engine(config: Config, machine: Machine, roles: list[RolePlan]) -> EngineSpec | None:
+def _engine(config: Config, machine: Machine, roles: Sequence[RolePlan]) -> EngineSpec | None:
     names = {role.name: role for role in roles}
     if "rollout" not in names:
         return None
@@ -368,10 +366,8 @@ def _engine(config: Config, machine: Machine, roles: list[RolePlan]) -> EngineSp
 def _pools(config: Config, machine: Machine, used: set[str]) -> tuple[PoolPlan, ...]:
     """The actor's is reserved first."""
     of_engines, spans = "actor" if config.is_colocated else "rollout", derived.nodes_per_engine(config, machine)
-    names: tuple[derived.Pool, ...] = ("actor", "rollout", "teacher", "reward_model")
-    return tuple(
-        PoolPlan(name, *machine.devices(config, name), spans if name == of_engines else 1) for name in names if name in used
-    )
+    names = [name for name in get_args(derived.Pool) if name in used]
+    return tuple(PoolPlan(name, *machine.devices(config, name), spans if name == of_engines else 1) for name in names)
 
 
 def _passes(config: Config, objective: Objective) -> Passes:
@@ -398,19 +394,16 @@ def _passes(config: Config, objective: Objective) -> Passes:
 
 
 def _reward(config: Config, *, scores: bool, reads_steps: bool) -> RewardPlan:
-    by_model = config.scores_steps_by_model
-    steps_from: Literal["rules", "model", "turns", "none"] = "none"
-    if reads_steps:
-        steps_from = "turns" if config.plays_episodes else "model" if by_model else "rules"
-    rules, judge = scores and bool(config.reward.functions), scores and config.has_judge
-    return RewardPlan(scores, rules, judge, steps_from, config.is_iterated)
+    by_rules_or_model: Literal["rules", "model"] = "model" if config.scores_steps_by_model else "rules"
+    steps_from = "none" if not reads_steps else "turns" if config.plays_episodes else by_rules_or_model
+    return RewardPlan(scores, scores and bool(config.reward.functions), scores and config.has_judge, steps_from)
 
 
 def _sizes(config: Config, num_train_rows: int | None) -> Sizes:
     data, actor, iterate = config.data, config.actor, config.trainer.iterate
     mini_batch_size = config.critic.ppo_mini_batch_size or actor.ppo_mini_batch_size
-    may_drop_rows = data.filter_overlong_prompts or data.on_bad_row == "skip"
     epochs = config.critic.ppo_epochs or actor.ppo_epochs
+    may_drop_rows = data.filter_overlong_prompts or data.on_bad_row == "skip"
     return Sizes(
         rollouts_per_step=data.train_batch_size * config.rollout.n,
         mini_batches=data.train_batch_size // actor.ppo_mini_batch_size,

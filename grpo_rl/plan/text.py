@@ -60,7 +60,7 @@ def describe(composed: Composed, plan: Plan) -> str:
         f"fit on {plan.machine.name or 'this machine'}": _fit(plan, judged, instead),
         f"time of a step{' with these keys' if instead else ''}, estimated and not measured": _time(timed),
         "schedules on these GPUs, each in its best division, estimated": _schedules(timed),
-        "notes": _notes(composed, plan),
+        "notes": (("", note) for note in _notes(composed, plan)),
     }
     lines = []
     for title, rows in sections.items():
@@ -183,9 +183,8 @@ def _roles(config: Config, plan: Plan) -> Rows:
         config.reward.on_failure
     ]
     rules = f", {workers}, at most {config.reward.timeout_s:g} s each" if functions else ""
-    by_model = plan.reward.model_alone
-    summed = describe_models(config) if by_model else [*functions, *describe_models(config)]
-    unsummed = f" alone; beside it {' + '.join(functions)}" if by_model else ""
+    summed = describe_models(config) if config.is_iterated else [*functions, *describe_models(config)]
+    unsummed = f" alone; beside it {' + '.join(functions)}" if config.is_iterated else ""
     yield "reward", f"{' + '.join(summed)}{unsummed}{rules}; failures {failed}"
     played_in = _processes(scoring, config.rollout.multi_turn.environment.num_workers)
     yield from describe_roles(config, scoring.num_workers("reward_model"), played_in)
@@ -474,7 +473,7 @@ def _reward_function(plan: Plan) -> str:
     if plan.objective.distillation is not None and not plan.objective.distillation.task:
         return "none: the teacher's distribution is the goal, and rewards are measured only"
     rules, models = config.reward.functions, describe_models(config)
-    if plan.reward.model_alone:
+    if config.is_iterated:
         trained = f", trained on samples of the policy that {' + '.join(rules)} labels" if plan.trains_reward_model else ""
         return f"{' + '.join(models)} alone{trained}"
     return " + ".join([*rules, *models]) or "the judge's scores"
@@ -588,35 +587,29 @@ def _schedules(plan: Plan) -> Rows:
     yield "fastest", f"{fastest.schedule}: {words}"
 
 
-def _notes(composed: Composed, plan: Plan) -> Rows:
+def _notes(composed: Composed, plan: Plan) -> Iterator[str]:
     """Yield what may surprise, and what was given and means nothing in this run, so that nothing is ignored without a word."""
     config, machine, total = plan.config, plan.machine, plan.sizes.total_steps
     optim = config.actor.optim if plan.role("actor") else config.reward.reward_model.train.optim
-    notes = []
     if machine.device == "cpu" and plan.world_size > machine.num_cpus:
-        notes.append(
-            f"{plan.world_size} actor processes share {machine.num_cpus} cores: trainer.n_gpus_per_node is their number on a CPU"
-        )
+        yield f"{plan.world_size} actor processes share {machine.num_cpus} cores: trainer.n_gpus_per_node is their number on a CPU"
     if machine.cluster and machine.device == "cpu" and config.trainer.device == "auto":
-        notes.append("trainer.device=auto looked at this machine, which has no GPU; say trainer.device=cuda if the cluster has")
+        yield "trainer.device=auto looked at this machine, which has no GPU; say trainer.device=cuda if the cluster has"
     if plan.trains and total is not None and optim.lr_warmup_steps > total * plan.sizes.updates_per_step:
-        notes.append(
-            f"optim.lr_warmup_steps={optim.lr_warmup_steps} is longer than the run: the full learning rate is never reached"
-        )
+        yield f"optim.lr_warmup_steps={optim.lr_warmup_steps} is longer than the run: the full learning rate is never reached"
     if config.trainer.experiment_name is None and config.trainer.save_freq > 0 and plan.trains:
-        notes.append("without trainer.experiment_name every start is a new run; name it to resume it by the same command")
-    notes += composed.notes
+        yield "without trainer.experiment_name every start is a new run; name it to resume it by the same command"
+    yield from composed.notes
     if packages := ", ".join(untested()):
-        notes.append(f"installed, and not tested with this program: {packages}")
+        yield f"installed, and not tested with this program: {packages}"
     if sentence := plan.lacks:
-        notes.append(f"this machine can plan the run and not start it: {sentence}")
+        yield f"this machine can plan the run and not start it: {sentence}"
     if plan.samples_with_vllm:
-        notes += [f"the installed vLLM is not the newest that was tested: {gap}" for gap in gaps()]
+        yield from (f"the installed vLLM is not the newest that was tested: {gap}" for gap in gaps())
     for name in missing_loggers(config):
-        notes.append(f"trainer.logger: {name} is not installed on this machine; a run needs it: {INSTALL[name]}")
+        yield f"trainer.logger: {name} is not installed on this machine; a run needs it: {INSTALL[name]}"
     reference = "its own ranks" if plan.role("reference") else "actor" if plan.base_reference else "nobody"
-    notes += effects.notes(composed.config, machine, reference=reference, old_logprobs=plan.recomputes_old_logprobs)
-    yield from (("", note) for note in notes)
+    yield from effects.notes(composed.config, machine, reference=reference, old_logprobs=plan.recomputes_old_logprobs)
 
 
 def _processes(plan: Plan, number: int | None) -> str:

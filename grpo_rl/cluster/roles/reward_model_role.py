@@ -180,7 +180,7 @@ class ModelRewards:
             rules,
             models,
             self._config,
-            models_alone=self._plan.reward.model_alone,
+            models_alone=self._plan.config.is_iterated,
             episodes=self._plan.config.rollout.multi_turn if self._plan.plays_episodes else None,
             every_turn="states" in self._plan.advantage_needs,
         )
