@@ -50,12 +50,13 @@ def find_target(text: str, *, trusted: bool = False) -> Target:
     run = named_run(text)
     if run is not None:
         return _newest(text, run)
-    if (Path(text).expanduser() / "config.json").is_file():
-        return Target(text, str(Path(text).expanduser()))
+    path = Path(text).expanduser()
+    if (path / "config.json").is_file():
+        return Target(text, str(path))
     match = _AT.fullmatch(text)
     if match is not None and (run := named_run(match["run"])) is not None:
         return _at(text, run, match["step"], trusted)
-    if is_gguf(Path(text).expanduser()):
+    if is_gguf(path):
         raise ConfigError(f"{text}: {BY_IMPORT}")
     if _HUB.fullmatch(text) and not Path(text).exists():
         return Target(text, text)

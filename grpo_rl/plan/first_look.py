@@ -7,6 +7,7 @@ import itertools
 import mmap
 import shutil
 import statistics
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -35,8 +36,8 @@ SHOWN = 60
 
 def of_plan(plan: Plan, runs: Path) -> Iterator[str]:
     """Yield warnings of few rows, and of a disk too small for the checkpoints below `runs`."""
-    trainer, sizes, batch = plan.config.trainer, plan.sizes, plan.config.data.train_batch_size
-    steps, rows = sizes.total_steps, sizes.num_train_rows
+    trainer, batch = plan.config.trainer, plan.config.data.train_batch_size
+    steps, rows = plan.sizes.total_steps, plan.sizes.num_train_rows
     if not steps:
         return
     if rows and rows < FEW_ROWS and (passes := steps * batch / rows) > MANY_PASSES:
@@ -130,25 +131,21 @@ class RewardTrial:
     def __init__(self, rows: Sequence[tuple[Prompt, Mapping[str, Any]]], rules: RewardRunner, tokenizer: Any) -> None:
         self._rules = rules
         self._empty = [_rollout(prompt, 0, "", tokenizer) for prompt, _ in rows]
-        self._forms: dict[str, list[Rollout]] = {}
+        self._forms = defaultdict[str, list[Rollout]](list)
         self._is_clear = False
         for prompt, row in rows:
             source = prompt.data_source
-            marked = all(reads_marks(name, source) for name in rules.factors)
-            forms = right_responses(row, source, prompt.ground_truth, prompt.extra_info, marked_only=marked)
+            marked, truth = all(reads_marks(name, source) for name in rules.factors), prompt.ground_truth
+            forms = right_responses(row, source, truth, prompt.extra_info, marked_only=marked)
             # From a structured ground truth an answer is made for countdown alone; other forms are worth a
             # try.
-            truth = prompt.ground_truth
             made = is_structured(truth) and (isinstance(truth, str) or IN_MARKS not in forms)
             self._is_clear |= bool(forms.keys() - {IN_MARKS, BARE}) or (bool(forms) and not made)
             for number, (form, text) in enumerate(forms.items(), start=1):
-                self._forms.setdefault(form, []).append(_rollout(prompt, number, text, tokenizer))
+                self._forms[form].append(_rollout(prompt, number, text, tokenizer))
+        self._all = [*self._empty, *itertools.chain.from_iterable(self._forms.values())]
         for rollout in self._all:
             rules.submit(rollout)
-
-    @property
-    def _all(self) -> list[Rollout]:
-        return [*self._empty, *itertools.chain.from_iterable(self._forms.values())]
 
     def verdict(self) -> tuple[str, bool]:
         """Wait for the scores; return the line about them, and whether it is a warning."""

@@ -39,7 +39,6 @@ controller (383 MiB), Ray (304) and what workers are copies of (139); a worker; 
 BETWEEN_BLOCKS = 1.25
 """CPU: process memory over tensors: glibc keeps gaps between live blocks. Measured with 135 M parameters."""
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
-_MODEL_ROLES: tuple[RoleName, ...] = tuple(name for name in get_args(RoleName) if name != "rollout")
 
 
 # ---- one rank: tensors in each region of a pass ---------------------------------------------------------------------
@@ -185,8 +184,8 @@ def memory_by_role(plan: Plan) -> tuple[RoleMemory, ...]:
 
 
 def _loads(plan: Plan) -> Iterator[tuple[RoleName, ModelSize, Load]]:
-    for name in _MODEL_ROLES:
-        if (role_size := size_of_role(plan, name)) is not None:
+    for name in get_args(RoleName):
+        if name != "rollout" and (role_size := size_of_role(plan, name)) is not None:
             yield name, role_size, load_of(plan, role_size, name)
 
 
@@ -281,25 +280,18 @@ def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
     )
 
 
-_FUSED = ("phi3",)  # one projection for queries, keys, values, and one for both inner halves
-
-
 def adapter_params(model: ModelConfig, size: ModelSize) -> int:
     """Return the parameters of LoRA adapters: rank x (in + out) of each layer."""
-    heads, keys = size.heads * size.head_dim, size.kv_heads * size.head_dim
-    shapes = {
-        "q_proj": (size.hidden, heads), "k_proj": (size.hidden, keys), "v_proj": (size.hidden, keys),
-        "o_proj": (heads, size.hidden), "gate_proj": (size.hidden, size.intermediate),
-        "up_proj": (size.hidden, size.intermediate), "down_proj": (size.intermediate, size.hidden),
-    }  # fmt: skip
-    if size.architecture in _FUSED:
-        fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-        for name, parts in fused.items():
-            shapes[name] = (size.hidden, sum(shapes.pop(part)[1] for part in parts))
+    queries, keys = size.heads * size.head_dim, size.kv_heads * size.head_dim
+    # Each projection is between the hidden state and numbers of this width.
+    widths = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "gate_proj": size.intermediate, "up_proj": size.intermediate}
+    if size.architecture == "phi3":  # one projection for queries, keys, values, and one for both inner halves
+        widths = {"qkv_proj": queries + 2 * keys, "gate_up_proj": 2 * size.intermediate}
+    widths |= {"o_proj": queries, "down_proj": size.intermediate}
     targets = {name.rpartition(".")[2] for name in model.target_modules}
     left_out = {name.rpartition(".")[2] for name in model.exclude_modules}
-    chosen = [shape for name, shape in shapes.items() if ("all-linear" in targets or name in targets) and name not in left_out]
-    return model.lora_rank * size.layers * sum(map(sum, chosen))
+    chosen = [name for name in widths if ("all-linear" in targets or name in targets) and name not in left_out]
+    return model.lora_rank * size.layers * sum(size.hidden + widths[name] for name in chosen)
 
 
 def _rests_in_half(plan: Plan) -> bool:

@@ -12,7 +12,7 @@ from grpo_rl.config import derived
 from grpo_rl.config.checks.all_rules import check
 from grpo_rl.config.convert import show
 from grpo_rl.config.derived import Machine
-from grpo_rl.config.schema.fields import replaced
+from grpo_rl.config.schema.fields import replaced, value_of
 from grpo_rl.frozen import frozen
 from grpo_rl.machine_memory import machine_memory
 from grpo_rl.plan.cost import StepTime, step_time
@@ -63,15 +63,15 @@ ROOMY = 0.8  # share of memory that the plan spends by itself
 
 def chosen_by_memory(plan: Plan) -> Changes:
     """Return values that the configuration leaves to the plan: kept activations and, on GPUs, head chunks."""
-    model = plan.config.model
     if plan.machine.device == "cpu":
-        keeping = {f"{M}.enable_gradient_checkpointing": False}
-        leaves_it = plan.model is not None and plan.trains and model.enable_gradient_checkpointing is None
-        return keeping if leaves_it and _fits_on_cpus(plan, keeping) else {}
-    faster = propose_faster(plan, ROOMY)
-    undecided = {name for name in ("enable_gradient_checkpointing", "lm_head_chunk_tokens") if getattr(model, name) is None}
-    changes = {} if faster is None else faster.changes
-    return {key: value for key, value in changes.items() if key.removeprefix(f"{M}.") in undecided}
+        changes: Changes = {f"{M}.enable_gradient_checkpointing": False}
+        if plan.model is None or not plan.trains or not _fits_on_cpus(plan, changes):
+            return {}
+    else:
+        faster = propose_faster(plan, ROOMY)
+        changes = {} if faster is None else faster.changes
+    decidable = [f"{M}.enable_gradient_checkpointing", f"{M}.lm_head_chunk_tokens"]
+    return {key: changes[key] for key in decidable if key in changes and value_of(plan.config, key) is None}
 
 
 def _fits_on_cpus(plan: Plan, changes: Changes) -> bool:
@@ -93,8 +93,8 @@ def propose_faster(plan: Plan, share: float = TIGHT) -> Proposal | None:
     if config.model.enable_gradient_checkpointing is not False and not config.model.enable_activation_offload:
         keeping = [{f"{M}.enable_gradient_checkpointing": False}]
     compiled: Changes = {}
-    steps = plan.sizes.total_steps
-    if not config.actor.fsdp_config.use_torch_compile and not size.experts_per_token and (steps is None or steps >= LONG_RUN):
+    is_long = plan.sizes.total_steps is None or plan.sizes.total_steps >= LONG_RUN
+    if is_long and not config.actor.fsdp_config.use_torch_compile and not size.experts_per_token:
         compiled = {f"{A}.fsdp_config.use_torch_compile": True}
     for keeps, large in itertools.product([*keeping, {}], [*chunks, {}]):
         changes = keeps | large | compiled
@@ -177,17 +177,16 @@ def _options(plan: Plan) -> Iterator[list[tuple[float, Changes]]]:
     if plan.role("reference") and not (config.ref.fsdp_config.param_offload or config.ref.fsdp_config.offload_policy):
         yield [(1, {f"{REF}.fsdp_config.param_offload": True})]
     if not fsdp.offload_policy:
-        keys = {key: f"{A}.fsdp_config.{key}" for key in ("optimizer_offload", "param_offload")}
-        offloads = {path: True for key, path in keys.items() if not getattr(fsdp, key)}
-        cleared = {path: False for key, path in keys.items() if getattr(fsdp, key)}
-        policy = {**cleared, f"{A}.fsdp_config.offload_policy": True}
+        is_off = {f"{A}.fsdp_config.{key}": getattr(fsdp, key) for key in ("optimizer_offload", "param_offload")}
+        offloads = {key: True for key, off in is_off.items() if not off}
+        cleared = {key: False for key, off in is_off.items() if off}
+        policy = cleared | {f"{A}.fsdp_config.offload_policy": True}
         yield [(2, dict(list(offloads.items())[:1])), (3, offloads), (8, policy)]
     if config.rollout.free_cache_engine is False and plan.colocated:
         yield [(1, {f"{R}.free_cache_engine": True})]
     if not model.enable_activation_offload:
-        recomputed = model.enable_gradient_checkpointing is not False
-        checkpointing = {} if recomputed else {f"{M}.enable_gradient_checkpointing": True}
-        yield [(4, {**checkpointing, f"{M}.enable_activation_offload": True})]
+        recomputing = {f"{M}.enable_gradient_checkpointing": True} if model.enable_gradient_checkpointing is False else {}
+        yield [(4, recomputing | {f"{M}.enable_activation_offload": True})]
 
 
 def _smaller_passes(plan: Plan) -> list[tuple[float, Changes]]:
@@ -197,11 +196,10 @@ def _smaller_passes(plan: Plan) -> list[tuple[float, Changes]]:
     if rule.max_tokens is not None:
         key, value = "ppo_max_token_len_per_gpu", rule.max_tokens // rule.sequence_ranks
         least = -(-plan.config.longest_sequence // rule.sequence_ranks)
-    ways: list[tuple[float, Changes]] = []
+    sizes = []
     while value > least:
-        value = max(least, value // 2)
-        ways.append((len(ways) + 1, {f"{A}.{key}": value}))
-    return ways
+        sizes.append(value := max(least, value // 2))
+    return [(halvings, {f"{A}.{key}": size}) for halvings, size in enumerate(sizes, start=1)]
 
 
 # ---- how many GPUs sample and how many train --------------------------------------------------------------------------
@@ -236,16 +234,16 @@ def divisions(plan: Plan) -> list[Division]:
         return []
     shared = {"trainer.nnodes": machine.nodes, "trainer.n_gpus_per_node": machine.num_gpus, f"{R}.nnodes": 0}
     splits_apart = list(_splits(machine))
-    runs: list[tuple[str, Changes, list[Changes]]] = [
-        ("sync", {"trainer.schedule": "sync"}, [shared]),
-        ("sync, apart", {"trainer.schedule": "sync"}, splits_apart),
-        ("one_step_off", {"trainer.schedule": "one_step_off"}, splits_apart),
-    ]
-    for age in sorted({*STALENESS, plan.config.trainer.asynchronous.max_staleness} - {0}):
-        keys = {"trainer.schedule": derived.ASYNC, "trainer.asynchronous.max_staleness": age}
-        runs.append((f"async, {age} old", keys, splits_apart))
+    ages = sorted({*STALENESS, plan.config.trainer.asynchronous.max_staleness} - {0})
+    runs: dict[str, Changes] = {
+        name: {"trainer.schedule": name.partition(",")[0]} for name in ("sync", "sync, apart", "one_step_off")
+    }
+    runs |= {
+        f"async, {age} old": {"trainer.schedule": derived.ASYNC, "trainer.asynchronous.max_staleness": age} for age in ages
+    }
     best = []
-    for name, keys, splits in runs:
+    for name, keys in runs.items():
+        splits = [shared] if name == "sync" else splits_apart
         divided = [division for split in splits if (division := _divided(plan, name, keys | split)) is not None]
         if divided:
             best.append(min(divided, key=lambda division: division.time.total))

@@ -15,13 +15,7 @@ from grpo_rl.config import effects
 from grpo_rl.config.checks.inputs import INSTALL, missing_loggers
 from grpo_rl.config.compose import Composed
 from grpo_rl.config.convert import show
-from grpo_rl.config.derived import (
-    MicroBatchRule,
-    max_staleness,
-    oldest_sampler,
-    processes_on,
-    versions_ahead,
-)
+from grpo_rl.config.derived import max_staleness, oldest_sampler, processes_on, versions_ahead
 from grpo_rl.config.schema.algorithm import TeacherConfig
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.installed import untested
@@ -161,13 +155,10 @@ def _roles(config: Config, plan: Plan) -> Rows:
         first = "the actor computes the initial policy's log-probs of all rows once, before step 1"
         yield "reference", f"not started: {first if config.is_offline else 'nothing reads one'}"
     if critic := plan.role("critic"):
-        start = plan.critic_model or "the actor's model"
-        yield (
-            "critic",
-            f"{_count(critic.num_workers, 'rank')} on the actor's devices, FSDP2, a value head on a copy of {start}",
-        )
-    if plan.trains_reward_model and (trained := plan.role("reward_model")):
-        number = _count(trained.num_workers, "rank")
+        start, number = plan.critic_model or "the actor's model", _count(critic.num_workers, "rank")
+        yield "critic", f"{number} on the actor's devices, FSDP2, a value head on a copy of {start}"
+    if plan.trains_reward_model:
+        number = _count(plan.num_workers("reward_model"), "rank")
         yield "reward model", f"{number}, FSDP2 over {backend}, one {device} each, a head of one label, trained"
     scoring = plan if plan.reward.scores else plan.collection
     if scoring is None:
@@ -354,14 +345,14 @@ def _axes(config: Config, plan: Plan) -> str:
 
 def _micro_batches(plan: Plan) -> list[str]:
     passes = plan.passes
-    uses: dict[MicroBatchRule, list[str]] = {passes.update: ["update"]}
+    rules = {"update": passes.update}
     if passes.old_logprobs == "actor":
-        uses.setdefault(passes.old, []).append("old log-probs")
+        rules["old log-probs"] = passes.old
     if plan.role("reference") or plan.base_reference:
-        uses.setdefault(passes.reference, []).append("reference")
+        rules["reference"] = passes.reference
     if plan.role("critic"):
-        uses.setdefault(passes.critic, []).append("critic")
-    return [f"{rule} ({', '.join(names)})" for rule, names in uses.items()]
+        rules["critic"] = passes.critic
+    return [f"{rule} ({', '.join(name for name in rules if rules[name] == rule)})" for rule in dict.fromkeys(rules.values())]
 
 
 def _objective(config: Config, plan: Plan) -> Rows:
