@@ -54,11 +54,11 @@ def main(argv: Sequence[str]) -> int:
             plan, settings = sampling_plan(keys, words, path, run_dir.logs / f"settings_{number + 1}.yaml")
             if number == 0:
                 settle(folder, settings | data_settings(plan.config.data))
-            models.append((target.label, plan, response_file(folder, target.label, identity_of(path))))
-        answer_missing([(f"evaluating {label}", plan, file) for label, plan, file in models], run_dir, console)
+            models.append((f"evaluating {target.label}", plan, response_file(folder, target.label, identity_of(path))))
+        answer_missing(models, run_dir, console)
         values = models[0][1].config.rollout.val_kwargs
         groups = [file.groups(values.n) for _, _, file in models]
-        _report([label for label, _, _ in models], groups, folder, console, options.pass_at, values.temperature)
+        _report([target.label for target in targets], groups, folder, console, options.pass_at, values.temperature)
         console.info(f"responses: {', '.join(str(file.path) for _, _, file in models)}")
     return 0
 

@@ -204,25 +204,26 @@ def sampling_plan(keys: Mapping[str, Any], words: Sequence[str], model: str, rec
 
     Also returns the settings that responses and rewards depend on beside model and data, if not the defaults:
     an evaluation may go on with other settings of speed and memory. Raises ConfigError and DataError as
-    `make_plan`.
+    `plan_without_page`.
     """
-    from grpo_rl.plan.make import make_plan
+    from grpo_rl.plan.make import plan_without_page
 
     typed = _typed(words)
+    fixed: Keys = {"trainer.val_only": True, f"{_A}.model.path": model}
 
-    def planned(extra: Mapping[str, Any]) -> tuple[Composed, Plan]:
-        untyped = {key: value for key, value in {**fixed, **extra, **keys}.items() if key not in typed}
+    def planned() -> tuple[Composed, Plan]:
+        untyped = {key: value for key, value in {**fixed, **keys}.items() if key not in typed}
         tree = nested(relative_paths.from_folder(untyped, Path.cwd()))
         recipe.parent.mkdir(parents=True, exist_ok=True)
         recipe.write_text(yaml.safe_dump(tree, sort_keys=True, allow_unicode=True), encoding="utf-8")
         composed = compose([f"recipe={recipe}", *words])
-        return composed, make_plan(composed, looks_at_data=keys.get("data.val_files") != [NO_DATA])
+        return composed, plan_without_page(composed.config, looks_at_data=keys.get("data.val_files") != [NO_DATA])
 
-    fixed: Keys = {"trainer.val_only": True, f"{_A}.model.path": model}
-    composed, plan = planned({})
+    composed, plan = planned()
     share = f"{_R}.gpu_memory_utilization"
     if plan.machine.device == "cuda" and plan.config.rollout.name == "vllm" and share not in typed:
-        composed, plan = planned({share: ALONE_MEMORY_SHARE})
+        fixed[share] = ALONE_MEMORY_SHARE
+        composed, plan = planned()
     tree = flat(composed.resolved)
     matters = {key for key in tree if _is_taken(key) and (not _is_of_engine(key) or key in SAMPLED_WITH)} - _PROCESSES
     settings = {key: value for key, (value, _) in changed(tree).items() if key in matters}

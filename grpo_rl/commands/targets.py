@@ -169,8 +169,6 @@ def _refuse(items: Sequence[str], why: str) -> None:
 def _is_harmless(key: str, value: Any) -> bool:
     if key not in leaves():  # part of a key's value: `tools.search.folder` in `tools`
         return False
-    if isinstance(value, Mapping):
-        return _is_plain(value)
     if isinstance(value, list):
         return all(_is_harmless(key, entry) for entry in value)
     if not isinstance(value, str):

@@ -12,6 +12,7 @@ from typing import Any
 from grpo_rl.algos import trial
 from grpo_rl.algos.advantages.registered import ADVANTAGES, reads_token_rewards
 from grpo_rl.algos.correction import RolloutCorrection
+from grpo_rl.algos.kl import KL_ESTIMATORS
 from grpo_rl.algos.losses.distillation import Distillation
 from grpo_rl.algos.losses.registered import POLICY_LOSSES, selection_of
 from grpo_rl.algos.objective import Objective, average_options
@@ -245,17 +246,12 @@ def _factors(config: Config) -> dict[str, float]:
 
 def _reads_old_logprobs(config: Config) -> bool:
     """Return whether loss or KL term depend on the policy that sampled."""
-    actor = config.actor
-    if config.has_kl_in_loss and actor.kl_loss_type != "full":
-        kl = trial.KINDS[KL_IN_LOSS.kind].registry.get(actor.kl_loss_type)
-        if "old_logprobs" in needs_of(kl):
-            return True
-    return _has_ratio(config)
+    kl = KL_ESTIMATORS.get(config.actor.kl_loss_type) if _is_used(config, KL_IN_LOSS) else None
+    return (kl is not None and "old_logprobs" in needs_of(kl)) or _has_ratio(config)
 
 
 def _has_ratio(config: Config) -> bool:
-    actor = config.actor
-    return trial.has_ratio(POLICY_LOSSES.get(actor.policy_loss.loss_mode), _options(config, LOSS))
+    return trial.has_ratio(POLICY_LOSSES.get(LOSS.name(config)), _options(config, LOSS))
 
 
 def _of_estimator(config: Config) -> Problems:
@@ -346,17 +342,14 @@ def first_other_token(config: Config, path: str) -> str | None:
 
 def _of_correction(config: Config) -> Problems:
     correction = RolloutCorrection.from_config(config.algorithm.rollout_correction)
-    actor = config.actor
-    is_stale = derived.oldest_sampler(config) > 0 and not config.trains_pairs
-    if is_stale and not correction.rollout_is and not _has_ratio(config):
+    loss = f"{LOSS.section}.{LOSS.key}={LOSS.name(config)}"
+    if derived.oldest_sampler(config) > 0 and not correction.rollout_is and not _has_ratio(config):
         yield (
             f"rollout_is=null: {'trainer.schedule=' + config.trainer.schedule if derived.max_staleness(config) else 'algorithm.replay'} trains tokens that older weights have sampled, and "
-            f"{ACTOR}.policy_loss.loss_mode={actor.policy_loss.loss_mode} has no ratio that corrects for that; rollout_is=token"
+            f"{loss} has no ratio that corrects for that; rollout_is=token"
         )
     elif correction.bypass_mode and not _reads_old_logprobs(config) and not (correction.rollout_is or correction.rollout_rs):
-        yield (
-            f"bypass_mode=true: has no effect with {ACTOR}.policy_loss.loss_mode={actor.policy_loss.loss_mode}, which has no ratio"
-        )
+        yield f"bypass_mode=true: has no effect with {loss}, which has no ratio"
 
 
 def _may_score_steps(config: Config) -> bool:

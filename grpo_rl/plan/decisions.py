@@ -298,22 +298,20 @@ def _roles(
     config: Config, machine: Machine, driven: frozenset[str], *, needs_critic: bool, reference: str | None, resumes: bool
 ) -> Iterator[RolePlan]:
     """Yield the roles of those that the schedule drives; `reference` is the reason of a reference."""
-    trains = "actor" in driven
-    ranks = machine.world_size(config)
-    rollout = config.rollout
+    trains, rollout, ranks = "actor" in driven, config.rollout, machine.world_size(config)
+    parallel = rollout.tensor_model_parallel_size
+    replicas = rollout.num_replicas or machine.world_size(config, "rollout") // parallel * rollout.engines_per_device
 
     def cores(processes: int) -> int:
         # Roles of one pool take turns on the cores; processes of one role, and on a CPU other pools, do not.
         separate = trains and machine.device == "cpu" and not config.is_colocated
-        busy = _num_replicas(config, machine) + ranks if separate or derived.overlaps(config) else processes
+        busy = replicas + ranks if separate or derived.overlaps(config) else processes
         return max(1, machine.num_cpus // busy)
 
     def role(name: RoleName, pool: str, processes: int, reason: str, *, stateful: bool = False) -> RolePlan:
         return RolePlan(name, pool, processes, cores(processes), reason, stateful=stateful)
 
     if "rollout" in driven:
-        parallel = rollout.tensor_model_parallel_size
-        replicas = _num_replicas(config, machine)
         pool = "actor" if config.is_colocated else "rollout"
         threads = (machine.device == "cpu" and rollout.cpu_threads) or cores(replicas)
         # Three calls at once: a long poll, a submission, a control call.
@@ -333,12 +331,6 @@ def _roles(
         pool = "reward_model" if config.reward.reward_model.enable_resource_pool else "actor"
         reason = " and ".join(["scores of responses"] * scores + ["training"] * is_trained)
         yield role("reward_model", pool, machine.world_size(config, "reward_model"), reason, stateful=is_trained)
-
-
-def _num_replicas(config: Config, machine: Machine) -> int:
-    rollout = config.rollout
-    places = machine.world_size(config, "rollout") // rollout.tensor_model_parallel_size
-    return rollout.num_replicas or places * rollout.engines_per_device
 
 
 def _rows(config: Config, objective: Objective) -> RowKind | None:

@@ -119,12 +119,11 @@ def _functions(config: Config) -> Checks:
         for name in getattr(config.data, key):
             if name.startswith(TASK_PREFIX):
                 yield f"data.{key}={name}: ", partial(task_rows, name)
-    path = config.model.path
-    scorer = config.reward.reward_model.model_path or ""
-    if path.startswith(PREFIX) and path != scorer:
-        yield "actor_rollout_ref.model.path: ", lambda: get_builtin(path)
-    if scorer.startswith(PREFIX):
-        yield "reward.reward_model.model_path: ", lambda: get_builtin(scorer)
+    models = {config.model.path: "actor_rollout_ref.model.path"}
+    models[config.reward.reward_model.model_path or ""] = "reward.reward_model.model_path"
+    for path, key in models.items():
+        if path.startswith(PREFIX):
+            yield f"{key}: ", partial(get_builtin, path)
 
 
 def _fitting(config: Config, machine: Machine) -> Checks:

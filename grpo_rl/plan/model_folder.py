@@ -16,6 +16,7 @@ from grpo_rl.config.convert import show
 from grpo_rl.config.derived import Machine, teachers_of
 from grpo_rl.config.schema.fields import replaced
 from grpo_rl.config.schema.tree import Config
+from grpo_rl.data.rows import irregular
 from grpo_rl.errors import ConfigError, Problems
 from grpo_rl.frozen import frozen
 from grpo_rl.models.builtin import PREFIX, get_builtin
@@ -167,8 +168,9 @@ def policy_settings(config: Config) -> Settings | None:
 
 def _read_config(folder: Path, key: str = _PATH) -> Settings:
     where = f"{key}={folder}: config.json"
-    if folder.is_dir() and (special := _special(folder)):
-        raise ConfigError(f"{key}={folder}: {special} is no regular file")
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if irregular(path):  # whose reader would wait for ever
+            raise ConfigError(f"{key}={folder}: {path.name} is no regular file")
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except OSError as error:
@@ -178,11 +180,6 @@ def _read_config(folder: Path, key: str = _PATH) -> Settings:
     if not isinstance(settings, dict):
         raise ConfigError(f"{where} holds a {type(settings).__name__}, and not the settings of a model")
     return settings
-
-
-def _special(folder: Path) -> str:
-    """Return the name of an entry that is neither file nor folder, whose reader would wait for ever."""
-    return next((path.name for path in sorted(folder.iterdir()) if path.exists() and not (path.is_file() or path.is_dir())), "")
 
 
 def _is_plain(settings: Settings) -> bool:
