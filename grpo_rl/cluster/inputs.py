@@ -97,7 +97,7 @@ def read_inputs(
     reward = audit = None
     data_sources = {source for part in (train, val) if part is not None for source in part.data_sources}
     if plan.reward.rules:
-        decode = decoder(tokenizer) if plan.reward.steps_from == "rules" else None
+        decode = decoder(tokenizer) if plan.reward.steps_by_rules else None
         reward = RewardFunction.from_config(config.reward, decode=decode)
         reward.check_data_sources(data_sources)
     if train is not None and config.data.curriculum is not None:

@@ -105,5 +105,5 @@ def unscored(plan: Plan) -> Plan:
         config=dataclasses.replace(plan.config, data=data, actor_rollout_ref=single),
         roles=tuple(role for role in plan.roles if role.name == "rollout"),
         pools=tuple(pool for pool in plan.pools if pool.name in {role.pool for role in plan.roles if role.name == "rollout"}),
-        reward=RewardPlan(scores=False, rules=False, judge=False, steps_from="none"),
+        reward=RewardPlan(),
     )

@@ -362,7 +362,7 @@ def _training(plan: Plan, size: ModelSize, device: Device, tokens: float, length
     phases: dict[str, float] = {}
     if passes.old_logprobs == "actor":
         phases["old log-probs"] = of(size, passes.old)
-    if plan.role("reference") or plan.base_reference:
+    if plan.reference:
         phases["reference"] = of(size, passes.reference)
     if (critic := size_of_role(plan, "critic")) is not None:
         critic_config, updates = plan.config.critic, sizes.critic_updates_per_step

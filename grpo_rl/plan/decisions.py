@@ -45,7 +45,6 @@ class RolePlan:
     pool: str
     num_workers: int
     threads: int  # OpenMP threads of each process on a CPU
-    reason: str  # words of the plan's page
     devices_per_worker: int = 1
     calls_at_once: int = 1  # calls that a process answers side by side
     stateful: bool = False  # its state is part of checkpoints, and is restored when a process fails
@@ -97,10 +96,10 @@ class Sizes:
 
 @frozen
 class RewardPlan:
-    scores: bool
-    rules: bool  # reward functions run, in own processes
-    judge: bool  # a language model at an endpoint judges responses
-    steps_from: Literal["rules", "model", "turns", "none"]  # step rewards' source, if any are read
+    scores: bool = False
+    rules: bool = False  # reward functions run, in own processes
+    judge: bool = False  # a language model at an endpoint judges responses
+    steps_by_rules: bool = False  # the estimator reads rewards of steps, which reward functions give
 
 
 @frozen
@@ -130,8 +129,8 @@ class Plan:
     advantage_needs: frozenset[str]
     rows: RowKind | None  # None if what is trained on is sampled
     critic_model: str | None  # folder of the critic's model; None for a copy of the actor's
-    base_reference: str | None = None
-    """Purpose of a reference that is the actor's base model under adapters, in the actor's ranks."""
+    reference: str | None = None
+    """What reads a reference, in words of the plan's page; None without one."""
     teachers: tuple[tuple[str, TeacherConfig], ...] = ()
     """Teachers by name; those with an own model are in the ranks of the role `teacher`."""
     resumes: bool = False  # the run starts with the weights of a checkpoint
@@ -143,6 +142,11 @@ class Plan:
     def render(self) -> str:
         """Return the plan's page for a terminal: plain text, at most 100 columns."""
         return self.text
+
+    @property
+    def base_reference(self) -> str | None:
+        """What reads a reference that is the actor's base model under adapters, in the actor's ranks."""
+        return self.reference if self.config.model.lora_rank else None
 
     def role(self, name: RoleName) -> RolePlan | None:
         return next((role for role in self.roles if role.name == name), None)
@@ -248,12 +252,11 @@ def decide(
     if not config.trains_reward_model:
         driven -= {"reward_model"}
     reference = _reference(config, objective) if "reference" in driven else None
-    base_reference = reference if config.model.lora_rank else None
-    own_reference = None if base_reference else reference
-    teachers = derived.teachers_of(config)
+    has_reference = reference is not None and not config.model.lora_rank
+    teachers, scores = derived.teachers_of(config), "rewarder" in driven
     if teachers and "teacher" not in driven:
         raise ConfigError(f"distillation.enabled=true: trainer.schedule={config.trainer.schedule} does not ask teachers")
-    roles = tuple(_roles(config, machine, driven, needs_critic="values" in needs, reference=own_reference, resumes=resumes))
+    roles = tuple(_roles(config, machine, driven, needs_critic="values" in needs, has_reference=has_reference, resumes=resumes))
     return Plan(
         config=config,
         machine=machine,
@@ -262,13 +265,18 @@ def decide(
         passes=_passes(config, objective),
         sizes=_sizes(config, num_train_rows),
         schedule=schedule,
-        reward=_reward(config, scores="rewarder" in driven, reads_steps="steps" in needs),
+        reward=RewardPlan(
+            scores,
+            rules=scores and bool(config.reward.functions),
+            judge=scores and config.has_judge,
+            steps_by_rules="steps" in needs and not (config.plays_episodes or config.scores_steps_by_model),
+        ),
         engine=_engine(config, machine, roles),
         objective=objective,
         advantage_needs=needs,
         rows=_rows(config, objective),
         critic_model=config.critic.model.path if config.critic_has_own_model else None,
-        base_reference=base_reference,
+        reference=reference,
         teachers=tuple(teachers.items()),
         resumes=resumes,
         collection=None if sampled is None else decide(sampled, machine, model=model),
@@ -295,9 +303,9 @@ def _reference(config: Config, objective: Objective) -> str | None:
 
 
 def _roles(
-    config: Config, machine: Machine, driven: frozenset[str], *, needs_critic: bool, reference: str | None, resumes: bool
+    config: Config, machine: Machine, driven: frozenset[str], *, needs_critic: bool, has_reference: bool, resumes: bool
 ) -> Iterator[RolePlan]:
-    """Yield the roles of those that the schedule drives; `reference` is the reason of a reference."""
+    """Yield the roles of those that the schedule drives."""
     trains, rollout, ranks = "actor" in driven, config.rollout, machine.world_size(config)
     parallel = rollout.tensor_model_parallel_size
     replicas = rollout.num_replicas or machine.world_size(config, "rollout") // parallel * rollout.engines_per_device
@@ -308,29 +316,26 @@ def _roles(
         busy = replicas + ranks if separate or derived.overlaps(config) else processes
         return max(1, machine.num_cpus // busy)
 
-    def role(name: RoleName, pool: str, processes: int, reason: str, *, stateful: bool = False) -> RolePlan:
-        return RolePlan(name, pool, processes, cores(processes), reason, stateful=stateful)
+    def role(name: RoleName, pool: str, processes: int, *, stateful: bool = False) -> RolePlan:
+        return RolePlan(name, pool, processes, cores(processes), stateful=stateful)
 
     if "rollout" in driven:
         pool = "actor" if config.is_colocated else "rollout"
         threads = (machine.device == "cpu" and rollout.cpu_threads) or cores(replicas)
         # Three calls at once: a long poll, a submission, a control call.
-        yield RolePlan("rollout", pool, replicas, threads, "sampling", parallel, calls_at_once=3)
+        yield RolePlan("rollout", pool, replicas, threads, parallel, calls_at_once=3)
     if trains or (resumes and "rollout" in driven):
-        reason = "training" if trains else "the checkpoint's weights, which it hands to the engines"
-        yield role("actor", "actor", ranks, reason, stateful=True)
-    if reference is not None:
-        yield role("reference", "actor", ranks, reference, stateful=config.is_iterated)
+        yield role("actor", "actor", ranks, stateful=True)
+    if has_reference:
+        yield role("reference", "actor", ranks, stateful=config.is_iterated)
     if any(teacher.model_path is not None for teacher in derived.teachers_of(config).values()) and "teacher" in driven:
-        pool, count = "teacher" if config.distillation.nnodes else "actor", machine.world_size(config, "teacher")
-        yield role("teacher", pool, count, "the distributions that the policy learns")
+        yield role("teacher", "teacher" if config.distillation.nnodes else "actor", machine.world_size(config, "teacher"))
     if "critic" in driven and needs_critic:
-        yield role("critic", "actor", ranks, "the values that the estimator reads", stateful=True)
-    scores, is_trained = "rewarder" in driven and config.reward.reward_model.enable, "reward_model" in driven
-    if scores or is_trained:
-        pool = "reward_model" if config.reward.reward_model.enable_resource_pool else "actor"
-        reason = " and ".join(["scores of responses"] * scores + ["training"] * is_trained)
-        yield role("reward_model", pool, machine.world_size(config, "reward_model"), reason, stateful=is_trained)
+        yield role("critic", "actor", ranks, stateful=True)
+    is_trained, scorer = "reward_model" in driven, config.reward.reward_model
+    if is_trained or ("rewarder" in driven and scorer.enable):
+        pool = "reward_model" if scorer.enable_resource_pool else "actor"
+        yield role("reward_model", pool, machine.world_size(config, "reward_model"), stateful=is_trained)
 
 
 def _rows(config: Config, objective: Objective) -> RowKind | None:
@@ -383,12 +388,6 @@ def _passes(config: Config, objective: Objective) -> Passes:
         critic=derived.pass_rule(config, "critic"),
         replays_routing=config.actor.router_replay.mode == "R2",
     )
-
-
-def _reward(config: Config, *, scores: bool, reads_steps: bool) -> RewardPlan:
-    by_rules_or_model: Literal["rules", "model"] = "model" if config.scores_steps_by_model else "rules"
-    steps_from = "none" if not reads_steps else "turns" if config.plays_episodes else by_rules_or_model
-    return RewardPlan(scores, scores and bool(config.reward.functions), scores and config.has_judge, steps_from)
 
 
 def _sizes(config: Config, num_train_rows: int | None) -> Sizes:

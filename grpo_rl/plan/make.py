@@ -43,9 +43,9 @@ READ_WHOLE = 16 * 2**20  # bytes up to which a data file is opened whole
 INDEXED_WHOLE = 256 * 2**20  # bytes up to which a .jsonl file's lines are counted
 
 
-def make_plan(composed: Composed, machine: Machine | None = None, *, looks_at_data: bool = True) -> Plan:
+def make_plan(composed: Composed, machine: Machine | None = None) -> Plan:
     """Return the plan of a run, with its page. Raises as `plan_without_page`."""
-    plan = plan_without_page(composed.config, machine, looks_at_data=looks_at_data)
+    plan = plan_without_page(composed.config, machine)
     return replace(plan, text=describe(composed, plan))
 
 

@@ -237,9 +237,8 @@ def with_shared_prompts(config: Config, settings: Settings | None) -> Config:
 def _engine_refuses(config: Config, machine: Machine, settings: Settings) -> Problems:
     """Yield what vLLM would refuse after a start of most of a minute."""
     rollout = config.rollout
-    if not config.samples_answers:
-        return  # no engine starts
-    if rollout.name != "vllm" or {"hf_overrides", "max_model_len"} & set(rollout.engine_kwargs.get("vllm", {})):
+    starts = config.samples_answers and rollout.name == "vllm"
+    if not starts or {"hf_overrides", "max_model_len"} & set(rollout.engine_kwargs.get("vllm", {})):
         return
     text = settings.get("text_config") or settings
     known, limit, longest = positions_of(text), rollout.max_model_len, config.longest_sequence

@@ -139,8 +139,8 @@ def _roles(config: Config, plan: Plan) -> Rows:
     device = "GPU" if machine.device == "cuda" else "process"
     ranks = _count(plan.world_size, "rank") + (f" on {config.trainer.nnodes} nodes" if config.trainer.nnodes > 1 else "")
     backend = "NCCL" if machine.device == "cuda" else "gloo"
-    if actor := plan.role("actor"):
-        why = "" if plan.trains else f", for {actor.reason}"
+    if plan.role("actor"):
+        why = "" if plan.trains else ", for the checkpoint's weights, which it hands to the engines"
         yield "actor", f"{ranks}, FSDP2 over {backend}, one {device} each{_axes(config, plan)}{why}{_adapters(config, plan)}"
     elif not plan.trains:
         yield "actor", "not started: nothing is trained, and the engine reads the model's folder itself"
@@ -148,7 +148,7 @@ def _roles(config: Config, plan: Plan) -> Rows:
         yield "rollout", _engines(plan, plan.engine)
     if reference := plan.role("reference"):
         moves = "; the policy as it is when an iteration begins" if reference.stateful else ""
-        yield "reference", f"{_count(reference.num_workers, 'rank')} on the actor's devices, for {reference.reason}{moves}"
+        yield "reference", f"{_count(reference.num_workers, 'rank')} on the actor's devices, for {plan.reference}{moves}"
     elif plan.base_reference is not None:
         yield "reference", f"the base model under the adapters, by the actor's ranks, for {plan.base_reference}; no second copy"
     elif plan.trains and (not config.is_offline or plan.objective.needs_ref):
@@ -348,7 +348,7 @@ def _micro_batches(plan: Plan) -> list[str]:
     rules = {"update": passes.update}
     if passes.old_logprobs == "actor":
         rules["old log-probs"] = passes.old
-    if plan.role("reference") or plan.base_reference:
+    if plan.reference:
         rules["reference"] = passes.reference
     if plan.role("critic"):
         rules["critic"] = passes.critic
