@@ -195,18 +195,13 @@ def host_bytes(plan: Plan) -> int:
         return 0
     engine = VLLM_WORKER if plan.engine is not None and plan.engine.name == "vllm" else WORKER
     tensors = {need.role: need.num_bytes for need in plan.memory}
-    trainer = plan.config.trainer
-    saved = checkpoint_bytes(plan)
-    copies = saved * (trainer.save_freq > 0 or trainer.recover != "off") * (saved <= COPIED_BYTES * plan.world_size)
-    return (
-        BESIDE_WORKERS
-        + copies
-        + sum(
-            role.num_workers
-            * (int(BETWEEN_BLOCKS * tensors.get(role.name, 0)) + (engine if role.name == "rollout" else WORKER))
-            for role in plan.roles
-        )
-    )
+    trainer, total, saved = plan.config.trainer, BESIDE_WORKERS, checkpoint_bytes(plan)
+    if saved <= COPIED_BYTES * plan.world_size and (trainer.save_freq > 0 or trainer.recover != "off"):
+        total += saved
+    for role in plan.roles:
+        process = engine if role.name == "rollout" else WORKER
+        total += role.num_workers * (int(BETWEEN_BLOCKS * tensors.get(role.name, 0)) + process)
+    return total
 
 
 def size_of_role(plan: Plan, name: RoleName) -> ModelSize | None:
@@ -229,10 +224,8 @@ def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
     config, objective, passes = plan.config, plan.objective, plan.passes
     critic, scorer = config.critic, config.reward.reward_model
     ranks = max(1, plan.num_workers(name))
-    learns, scores = (
-        name in ("actor", "critic") or (name == "reward_model" and plan.trains_reward_model),
-        name == "reward_model",
-    )
+    scores = name == "reward_model"
+    learns = plan.trains_reward_model if scores else name in ("actor", "critic")
     teacher = next((entry for _, entry in plan.teachers if entry.model_path), TeacherConfig())
     sharded: dict[str, RefFsdpConfig] = {
         "actor": config.actor.fsdp_config,
