@@ -229,6 +229,12 @@ class Renderer:
         marked = self.words.marked(messages)
         return self.words.tokenizer_of([marked, marked_options]).apply_chat_template(marked, **{**options, **marked_options})
 
+    def prompt_ids(self, prompt: Asked, text: str) -> list[int]:
+        (ids,) = self.tokenize([prompt], [text])
+        if not ids:
+            raise BadRow("the prompt has no tokens")
+        return ids
+
     def tokenize(self, prompts: Sequence[Asked], texts: Sequence[str]) -> list[list[int]]:
         ids: list[list[int]] = [[] for _ in texts]
         for is_plain in (False, True):

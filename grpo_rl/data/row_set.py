@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
 
@@ -17,7 +19,7 @@ from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.rows import BadRow, Row, at
 from grpo_rl.data.sources.locate import open_source
-from grpo_rl.data.sources.source import Fingerprint, Joined, RowSource, custom_source, fingerprint_of
+from grpo_rl.data.sources.source import Fingerprint, Joined, custom_source, fingerprint_of
 from grpo_rl.errors import DataError
 from grpo_rl.frozen import frozen
 from grpo_rl.types import Batch
@@ -49,11 +51,12 @@ class BadRows:
         if self.action == "error" and len(messages) == 1:
             raise DataError(messages[0])
         self._write(messages)
-        rest = [f"and {len(messages) - LISTED} more"] if len(messages) > LISTED else []
-        rest += [f"see {self.file}"] if self.file is not None else []
+        rest = [f"and {len(messages) - LISTED} more"] * (len(messages) > LISTED) + [f"see {self.file}"] * (
+            self.file is not None
+        )
         # The first line has one of them: it may be all that is shown.
-        title = f"{len(messages)} bad row{'s' if len(messages) > 1 else ''} of the {num_checked} checked: "
-        text = "\n  ".join([title + messages[0], *messages[1:LISTED], *([", ".join(rest)] if rest else [])])
+        title = f"{len(messages)} bad row{'s' * (len(messages) > 1)} of the {num_checked} checked: "
+        text = "\n  ".join(filter(None, [title + messages[0], *messages[1:LISTED], ", ".join(rest)]))
         if self.action == "error":
             raise DataError(text)
         self.warn(f"left out {text}")
@@ -144,16 +147,13 @@ class RowSet(ABC, Generic[Tokenized]):
         # First: a template that cannot be used is refused before any file is opened.
         self.renderer = Renderer(config, tokenizer)
         self.bad_rows = BadRows(config.on_bad_row) if bad_rows is None else bad_rows
-        parts: list[RowSource]
-        if config.custom_cls.path is not None:
-            parts = [custom_source(files, config, tokenizer)]
-        else:
-            parts = [open_source(name) for name in files]
+        is_custom = config.custom_cls.path is not None
+        parts = [custom_source(files, config, tokenizer)] if is_custom else [open_source(name) for name in files]
         self._source = Joined("all sources", parts)
         total = len(self._source) if max_samples < 0 else min(max_samples, len(self._source))
         self.report = RowReport(total)
         self.fingerprint: Fingerprint = fingerprint_of(parts)
-        self._rows: np.ndarray | None = None
+        self._rows: range | np.ndarray = range(total)
         self._kept: OrderedDict[int, Tokenized] = OrderedDict()
 
     def _tokenized(self, row: Row) -> Tokenized:
@@ -179,17 +179,15 @@ class RowSet(ABC, Generic[Tokenized]):
             self.report.num_control += self.renderer.words.num_texts > num_texts
 
     def __len__(self) -> int:
-        return self.report.num_rows if self._rows is None else len(self._rows)
+        return len(self._rows)
 
     def entry_sizes(self) -> list[int]:
-        ends = np.minimum(np.cumsum([len(part) for part in self._source.parts]), self.report.num_rows)
-        if self._rows is not None:
-            ends = np.searchsorted(self._rows, ends)
-        return np.diff(ends, prepend=0).tolist()
+        ends = accumulate(map(len, self._source.parts))
+        return np.diff([bisect_left(self._rows, end) for end in ends], prepend=0).tolist()
 
     def row(self, row: int) -> Tokenized:
         """Raises DataError for a row that cannot be used."""
-        index = row if self._rows is None else int(self._rows[row])
+        index = int(self._rows[row])
         if index in self._kept:
             self._kept.move_to_end(index)
             return self._kept[index]
@@ -197,11 +195,11 @@ class RowSet(ABC, Generic[Tokenized]):
         return self._keep(index, tokenized)
 
     def as_stored(self, row: int) -> Row:
-        return self._source.row(row if self._rows is None else int(self._rows[row]))
+        return self._source.row(int(self._rows[row]))
 
     def usable(self, row: int) -> bool:
         """Raises DataError for a row that may not be skipped."""
-        if self._rows is not None:
+        if self.report.num_checked == self.report.num_rows:
             return True
         try:
             return self.row(row) is not None
@@ -223,32 +221,29 @@ class RowSet(ABC, Generic[Tokenized]):
         if not whole and total > max(self.config.check_rows, 2 * CHECKED_OF_MANY):
             spread = np.linspace(CHECKED_OF_MANY, total - 1, CHECKED_OF_MANY, dtype=np.int64).tolist()
             indices = [*range(CHECKED_OF_MANY), *spread]
-        unusable: list[int] = []
-        too_long: list[TooLongRow] = []
+        too_long: dict[int, TooLongRow] = {}
         for number, (index, tokenized) in enumerate(self._tokenized_all(indices), start=1):
             try:
                 self._keep(index, tokenized)
             except TooLongRow as error:
-                too_long.append(error)
-                unusable.append(index)
+                too_long[index] = error
             except BadRow as error:
                 self.bad_rows.found[index] = str(error)
-                unusable.append(index)
             if note is not None and number % CHECKED_OF_MANY == 0:
                 note(f"{number} of {len(indices)} rows checked")
         report.num_checked, report.num_bad = len(indices), len(self.bad_rows.found)
         self.bad_rows.report(len(indices))
         if too_long and not self.config.filter_overlong_prompts:
             rest = f"; {len(too_long)} rows are too long (longest: {report.longest})" if len(too_long) > 1 else ""
-            raise DataError(f"{too_long[0]}{rest}. {self.ways_out}")
+            raise DataError(f"{next(iter(too_long.values()))}{rest}. {self.ways_out}")
         report.num_dropped = len(too_long)
-        if len(unusable) == len(indices):
+        if len(too_long) + report.num_bad == len(indices):
             raise DataError(
                 f"no rows are left: of {len(indices)} checked, {report.num_bad} are bad and {len(too_long)} have more than "
                 f"{self.longest} tokens"
             )
         if len(indices) == total:
-            self._rows = np.setdiff1d(np.arange(total), np.asarray(unusable, dtype=np.int64))
+            self._rows = np.delete(np.arange(total), [*too_long, *self.bad_rows.found])
         return self
 
     def _keep(self, index: int, tokenized: Tokenized | BadRow) -> Tokenized:
