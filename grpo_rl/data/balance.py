@@ -7,7 +7,6 @@ prompt is computed once for all its responses, these are kept together as far as
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -30,6 +29,10 @@ class Prompts:
     """Sequences of equal numbers have the same prompt."""
     lengths_N: Sequence[int]
 
+    @staticmethod
+    def unshared(num_sequences: int) -> Prompts:
+        return Prompts(range(num_sequences), [0] * num_sequences)
+
 
 def split_over_ranks(
     lengths: Sequence[int],
@@ -50,10 +53,10 @@ def split_over_ranks(
     for number, indices in enumerate(mini_batches or [range(len(lengths))]):
         for index in indices:
             chosen[index].append(number)
-    group_N = prompts.group_N if prompts is not None and units is None else None
-    groups = _longest_first(lengths, units if group_N is None else group_N)
+    prompts = prompts or Prompts.unshared(len(lengths))
+    groups = _longest_first(lengths, units or prompts.group_N, range(len(lengths)))
     best, parts = _assigned(groups, lengths, num_ranks, chosen, prompts), 1
-    while group_N is not None and best[1] > UNEVEN * best[2] and parts < max(map(len, groups)):
+    while units is None and best[1] > UNEVEN * best[2] and parts < max(map(len, groups)):
         parts *= 2
         cut = [_by_length(group, lengths)[part::parts] for group in groups for part in range(min(parts, len(group)))]
         trial = _assigned(_sorted(cut, lengths), lengths, num_ranks, chosen, prompts)
@@ -68,7 +71,7 @@ def _assigned(
     lengths: Sequence[int],
     num_ranks: int,
     chosen: Sequence[Sequence[int]],
-    prompts: Prompts | None,
+    prompts: Prompts,
 ) -> tuple[Parts, int, float]:
     """Each rank's indices; work of the slowest rank, summed over the mini-batches, and of an even split."""
     shards: Parts = [[] for _ in range(num_ranks)]
@@ -97,12 +100,10 @@ def _assigned(
     return shards, int(loads.max(1).sum()), float(loads.sum() / num_ranks)
 
 
-def _costs(unit: Sequence[int], lengths: Sequence[int], prompts: Prompts | None) -> list[int]:
-    """With `prompts` the unit's prompt is computed with the first sequence."""
-    costs = [_cost(lengths[index]) for index in unit]
-    if prompts is not None:
-        costs[1:] = [cost - _cost(prompts.lengths_N[index]) for index, cost in zip(unit[1:], costs[1:], strict=True)]
-    return costs
+def _costs(unit: Sequence[int], lengths: Sequence[int], prompts: Prompts) -> list[int]:
+    """The unit's prompt is computed with the first sequence."""
+    spared = [0, *(_cost(prompts.lengths_N[index]) for index in unit[1:])]
+    return [_cost(lengths[index]) - cost for index, cost in zip(unit, spared, strict=True)]
 
 
 def _cost(length: int) -> int:
@@ -130,38 +131,40 @@ def cut_shards(
         raise ValueError(f"a sequence of {max(lengths)} tokens does not fit into a micro-batch of {max_tokens}")
     limit = max_tokens if max_rollouts is None else max_rollouts
     assert limit is not None
-    group_N = prompts.group_N if prompts is not None and units is None else None
+    prompts = prompts or Prompts.unshared(len(lengths))
     cut = []
     for shard in shards:
-        in_order = _longest_first(lengths, units if group_N is None else group_N, shard)
-        if group_N is not None:
+        in_order = _longest_first(lengths, units or prompts.group_N, sorted(shard))
+        if units is None:
             in_order = [[index] for group in in_order for index in _by_length(group, lengths)]
-        sizes, spared = [len(unit) for unit in in_order], [0] * len(in_order)
+        sizes = [len(unit) for unit in in_order]
+        behind = sizes
         if max_rollouts is None:
-            sizes = [sum(lengths[index] for index in unit) for unit in in_order]
-            if prompts is not None:
-                sizes = [size - sum(prompts.lengths_N[i] for i in unit[1:]) for size, unit in zip(sizes, in_order, strict=True)]
-                for position, (previous, unit) in enumerate(itertools.pairwise(in_order), start=1):
-                    if prompts.group_N[unit[0]] == prompts.group_N[previous[0]]:
-                        spared[position] = prompts.lengths_N[unit[0]]
+            bare = [sum(lengths[i] - prompts.lengths_N[i] for i in unit) for unit in in_order]
+            sizes = [size + prompts.lengths_N[unit[0]] for size, unit in zip(bare, in_order, strict=True)]
+            group_N = [prompts.group_N[unit[0]] for unit in in_order]
+            behind = [
+                own if group == before else size
+                for own, size, group, before in zip(bare, sizes, group_N, [None, *group_N], strict=False)
+            ]
         if max(sizes, default=0) > limit:
             what = "tokens" if max_rollouts is None else "rollouts"
             raise ValueError(f"{max(sizes)} {what} that stay together do not fit into a micro-batch of {limit}")
-        runs = _greedy_cut(sizes, spared, limit)
+        runs = _greedy_cut(sizes, behind, limit)
         if max_rollouts is None and len(runs) > 1:
-            share = -(-(sum(sizes) - sum(spared)) // len(runs))
-            even = _greedy_cut(sizes, spared, max(max(sizes), min(limit, share + max(sizes) // 2)))
+            share = -(-sum(behind) // len(runs)) + max(sizes) // 2
+            even = _greedy_cut(sizes, behind, max(max(sizes), min(limit, share)))
             runs = even if len(even) == len(runs) else runs
         cut.append([[index for position in run for index in in_order[position]] for run in runs])
     passes = max(1, *map(len, cut))
     return [micro_batches + [[] for _ in range(passes - len(micro_batches))] for micro_batches in cut]
 
 
-def _longest_first(lengths: Sequence[int], units: Sequence[int] | None, shard: Sequence[int] | None = None) -> Parts:
-    """Of all sequences if `shard` is None."""
+def _longest_first(lengths: Sequence[int], units: Sequence[int], shard: Iterable[int]) -> Parts:
+    """The sequences of a shard, ascending, by unit."""
     members: dict[int, list[int]] = {}
-    for index in range(len(lengths)) if shard is None else sorted(shard):
-        members.setdefault(index if units is None else units[index], []).append(index)
+    for index in shard:
+        members.setdefault(units[index], []).append(index)
     return _sorted(members.values(), lengths)
 
 
@@ -174,14 +177,14 @@ def _by_length(unit: Sequence[int], lengths: Sequence[int]) -> list[int]:
     return sorted(unit, key=lambda index: -lengths[index])
 
 
-def _greedy_cut(sizes: Sequence[int], spared: Sequence[int], limit: int) -> Parts:
-    """Runs of positions; tokens are `spared` only behind the position before."""
+def _greedy_cut(sizes: Sequence[int], behind: Sequence[int], limit: int) -> Parts:
+    """Runs of positions; sizes are smaller `behind` the position before."""
     runs: Parts = []
     filled = limit + 1
-    for position, size in enumerate(sizes):
-        if filled + size - spared[position] > limit:
+    for position, (size, added) in enumerate(zip(sizes, behind, strict=True)):
+        if filled + added > limit:
             runs.append([])
-            filled = spared[position]
+            filled, added = 0, size
         runs[-1].append(position)
-        filled += size - spared[position]
+        filled += added
     return runs

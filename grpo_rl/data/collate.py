@@ -55,13 +55,15 @@ def collate(rollouts: Sequence[Rollout], parts: Sequence[str] = ()) -> Batch:
 
 def _part(rollout: Rollout, name: str) -> float:
     """A function's score, or a number that it gave beside it."""
-    keys = [key for key in rollout.reward_parts if key == name or key.endswith(f"/{name}")]
-    if len(keys) != 1 and name not in keys:
+    if name in rollout.reward_parts:
+        return rollout.reward_parts[name]
+    keys = [key for key in rollout.reward_parts if key.endswith(f"/{name}")]
+    if len(keys) != 1:
         raise RewardError(
             f"prompt {rollout.prompt.uid}, sample {rollout.sample_index}: its reward has {len(keys)} parts called {name!r}, and the "
             f"advantage estimator reads one; it has {', '.join(sorted(rollout.reward_parts))}"
         )
-    return rollout.reward_parts[name if name in keys else keys[0]]
+    return rollout.reward_parts[keys[0]]
 
 
 def _trained_columns(rollouts: Sequence[Rollout], prompt_lengths_N: Tensor, response_lengths_N: Tensor) -> dict[str, Any]:

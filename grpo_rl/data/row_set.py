@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
@@ -22,6 +21,7 @@ from grpo_rl.data.sources.locate import open_source
 from grpo_rl.data.sources.source import Fingerprint, Joined, custom_source, fingerprint_of
 from grpo_rl.errors import DataError
 from grpo_rl.frozen import frozen
+from grpo_rl.run_files import append_lines
 from grpo_rl.types import Batch
 
 CHECKED_OF_MANY = 1000
@@ -73,8 +73,7 @@ class BadRows:
 
     def _write(self, messages: Sequence[str]) -> None:
         if self.file is not None:
-            with self.file.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                file.writelines(json.dumps({"bad_row": message}) + "\n" for message in messages)
+            append_lines(self.file, (json.dumps({"bad_row": message}) + "\n" for message in messages))
 
 
 @dataclass(slots=True)
@@ -146,7 +145,7 @@ class RowSet(ABC, Generic[Tokenized]):
         self.config, self.longest, self.vocab_size = config, longest, vocab_size
         # First: a template that cannot be used is refused before any file is opened.
         self.renderer = Renderer(config, tokenizer)
-        self.bad_rows = BadRows(config.on_bad_row) if bad_rows is None else bad_rows
+        self.bad_rows = bad_rows or BadRows(config.on_bad_row)
         is_custom = config.custom_cls.path is not None
         parts = [custom_source(files, config, tokenizer)] if is_custom else [open_source(name) for name in files]
         self._source = Joined("all sources", parts)
@@ -154,7 +153,7 @@ class RowSet(ABC, Generic[Tokenized]):
         self.report = RowReport(total)
         self.fingerprint: Fingerprint = fingerprint_of(parts)
         self._rows: range | np.ndarray = range(total)
-        self._kept: OrderedDict[int, Tokenized] = OrderedDict()
+        self._kept: dict[int, Tokenized] = {}
 
     def _tokenized(self, row: Row) -> Tokenized:
         raise NotImplementedError
@@ -189,7 +188,6 @@ class RowSet(ABC, Generic[Tokenized]):
         """Raises DataError for a row that cannot be used."""
         index = int(self._rows[row])
         if index in self._kept:
-            self._kept.move_to_end(index)
             return self._kept[index]
         [(_, tokenized)] = self._tokenized_all([index])
         return self._keep(index, tokenized)
@@ -252,7 +250,7 @@ class RowSet(ABC, Generic[Tokenized]):
         with at(self._source.where(index)):
             self._kept[index] = row = self._usable(tokenized)
         if len(self._kept) > self.kept_rows:
-            self._kept.popitem(last=False)
+            del self._kept[next(iter(self._kept))]
         return row
 
     def _usable(self, row: Tokenized) -> Tokenized:
@@ -296,23 +294,30 @@ class TrainingRows:
     val: TrainingSet[Any] | None = None
 
 
-def batch_of_sequences(rows: Sequence[Any], prompt_lengths: Sequence[int], rewards: float, **columns: Any) -> Batch:
-    """Each row is a rollout and a group.
+def batch_of_sequences(
+    token_ids: Sequence[np.ndarray],
+    prompt_lengths: Sequence[int],
+    rewards: float,
+    positions: Sequence[np.ndarray] | None = None,
+    **columns: Any,
+) -> Batch:
+    """Each sequence is a rollout and a group.
 
-    A row has `token_ids` (int32 [tokens]) and `positions` (int64 [trained tokens], ascending).
+    `positions` are the trained tokens of each (int64, ascending), the whole response by default.
     """
-    lengths_N = torch.tensor([len(row.token_ids) for row in rows], dtype=torch.long)
+    lengths_N = torch.tensor(list(map(len, token_ids)), dtype=torch.long)
     prompt_lengths_N = torch.tensor(prompt_lengths, dtype=torch.long)
-    starts = (lengths_N.cumsum(0) - lengths_N).tolist()
-    trained_lengths_N = torch.tensor([len(row.positions) for row in rows], dtype=torch.long)
-    if not torch.equal(trained_lengths_N, lengths_N - prompt_lengths_N):
-        positions = [row.positions + start for row, start in zip(rows, starts, strict=True)]
-        columns |= {"positions_T": torch.from_numpy(np.concatenate(positions)), "trained_lengths_N": trained_lengths_N}
+    if positions is not None:
+        trained_lengths_N = torch.tensor(list(map(len, positions)), dtype=torch.long)
+        if not torch.equal(trained_lengths_N, lengths_N - prompt_lengths_N):
+            starts = (lengths_N.cumsum(0) - lengths_N).tolist()
+            positions_T = np.concatenate([places + start for places, start in zip(positions, starts, strict=True)])
+            columns |= {"positions_T": torch.from_numpy(positions_T), "trained_lengths_N": trained_lengths_N}
     return Batch(
         prompt_lengths_N=prompt_lengths_N,
         response_lengths_N=lengths_N - prompt_lengths_N,
-        group_N=torch.arange(len(rows)),
-        token_ids_S=torch.from_numpy(np.concatenate([row.token_ids for row in rows], dtype=np.int32)),
-        rewards_N=torch.full((len(rows),), rewards),
+        group_N=torch.arange(len(token_ids)),
+        token_ids_S=torch.from_numpy(np.concatenate([np.empty(0, np.int32), *token_ids], dtype=np.int32)),
+        rewards_N=torch.full((len(token_ids),), rewards),
         **columns,
     )

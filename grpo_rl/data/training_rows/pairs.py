@@ -8,7 +8,6 @@ preferences).
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.prompts import Renderer
-from grpo_rl.data.row_set import TrainingSet
+from grpo_rl.data.row_set import TrainingSet, batch_of_sequences
 from grpo_rl.data.rows import (
     Asked,
     BadRow,
@@ -213,16 +212,11 @@ class LabelledSet(TrainingSet[Labelled]):
 def pair_batch(pairs: Sequence[Pair]) -> Batch:
     """The chosen one of each pair is first: pair p is group p."""
     sides = [(pair.prompt_ids, ids) for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)]
-    prompt_lengths_N, response_lengths_N = (
-        torch.tensor([len(side[part]) for side in sides], dtype=torch.long) for part in (0, 1)
-    )
+    batch = batch_of_sequences([np.concatenate(side) for side in sides], [len(prompt) for prompt, _ in sides], 0.0)
     margins_N = torch.tensor([pair.margin or 0.0 for pair in pairs]).repeat_interleave(2)
     return with_sides(
-        Batch(
-            prompt_lengths_N=prompt_lengths_N,
-            response_lengths_N=response_lengths_N,
+        batch.replace(
             group_N=torch.arange(len(pairs)).repeat_interleave(2),
-            token_ids_S=torch.from_numpy(np.concatenate([np.empty(0, np.int32), *itertools.chain(*sides)], dtype=np.int32)),
             rewards_N=torch.tensor([1.0, 0.0]).repeat(len(pairs)),
             margins_N=margins_N if any(pair.margin is not None for pair in pairs) else None,
         )

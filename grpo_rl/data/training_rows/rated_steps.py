@@ -111,4 +111,7 @@ def tokenized_steps(texts: RatedTexts, renderer: Renderer, separator: str) -> Ra
 def rated_batch(rows: Sequence[RatedSteps]) -> Batch:
     """Each solution is a group; trained are the ends of the labelled steps."""
     labels_T = torch.from_numpy(np.concatenate([row.labels for row in rows]))
-    return batch_of_sequences(rows, [row.prompt_length for row in rows], rewards=0.0, labels_T=labels_T)
+    positions = [row.positions for row in rows]
+    return batch_of_sequences(
+        [row.token_ids for row in rows], [row.prompt_length for row in rows], 0.0, positions, labels_T=labels_T
+    )
