@@ -7,7 +7,7 @@ prompt is computed once for all its responses, these are kept together as far as
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -29,6 +29,10 @@ class Prompts:
     """Sequences of equal numbers have the same prompt."""
     lengths_N: Sequence[int]
 
+    @staticmethod
+    def unshared(num_sequences: int) -> Prompts:
+        return Prompts(range(num_sequences), [0] * num_sequences)
+
 
 def split_over_ranks(
     lengths: Sequence[int],
@@ -49,15 +53,13 @@ def split_over_ranks(
     for number, indices in enumerate(mini_batches or [range(len(lengths))]):
         for index in indices:
             chosen[index].append(number)
-    if prompts is None or units is not None:
-        return _assigned(_longest_first(lengths, units), lengths, num_ranks, chosen, len(mini_batches), prompts)[0]
-    groups = _longest_first(lengths, prompts.group_N)
-    best, parts = _assigned(groups, lengths, num_ranks, chosen, len(mini_batches), prompts), 1
-    while best[1] > UNEVEN * best[2] and parts < max(map(len, groups)):
+    prompts = prompts or Prompts.unshared(len(lengths))
+    groups = _longest_first(lengths, units or prompts.group_N, range(len(lengths)))
+    best, parts = _assigned(groups, lengths, num_ranks, chosen, prompts), 1
+    while units is None and best[1] > UNEVEN * best[2] and parts < max(map(len, groups)):
         parts *= 2
-        cut = [piece for group in groups for piece in _pieces(group, lengths, parts)]
-        cut.sort(key=lambda piece: (-max(lengths[i] for i in piece), -sum(lengths[i] for i in piece), piece[0]))
-        trial = _assigned(cut, lengths, num_ranks, chosen, len(mini_batches), prompts)
+        cut = [_by_length(group, lengths)[part::parts] for group in groups for part in range(min(parts, len(group)))]
+        trial = _assigned(_sorted(cut, lengths), lengths, num_ranks, chosen, prompts)
         if trial[1] >= best[1]:
             break
         best = trial
@@ -69,12 +71,11 @@ def _assigned(
     lengths: Sequence[int],
     num_ranks: int,
     chosen: Sequence[Sequence[int]],
-    num_mini_batches: int,
-    prompts: Prompts | None,
+    prompts: Prompts,
 ) -> tuple[Parts, int, float]:
     """Each rank's indices; work of the slowest rank, summed over the mini-batches, and of an even split."""
     shards: Parts = [[] for _ in range(num_ranks)]
-    if all(batches_of_sequence == chosen[0] for batches_of_sequence in chosen):
+    if all(numbers == chosen[0] for numbers in chosen):
         # All work is one lot: the rank that gets a unit is the only one whose place in the queue changes.
         queue = [(0, 0, rank) for rank in range(num_ranks)]
         for unit in units:
@@ -84,14 +85,13 @@ def _assigned(
         times = len(chosen[0]) if chosen else 1
         work = [total for total, _, _ in queue]
         return shards, times * max(work), times * sum(work) / num_ranks
-    loads = np.zeros((max(1, num_mini_batches), num_ranks), dtype=np.int64)
-    totals, sizes = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks, dtype=np.int64)
+    num_mini_batches = 1 + max(number for numbers in chosen for number in numbers)
+    loads = np.zeros((num_mini_batches, num_ranks), dtype=np.int64)
+    totals, sizes = np.zeros((2, num_ranks), dtype=np.int64)
     for unit in units:
         costs = _costs(unit, lengths, prompts)
-        touched = chosen[unit[0]] if len(unit) == 1 else sorted({number for index in unit for number in chosen[index]})
-        load = loads[touched[0]] if len(touched) == 1 else loads[touched].sum(0)
-        least = np.flatnonzero(load == load.min())
-        rank = int(least[np.lexsort((sizes[least], totals[least]))[0]] if len(least) > 1 else least[0])
+        load = loads[sorted({number for index in unit for number in chosen[index]})].sum(0)
+        rank = int(np.lexsort((sizes, totals, load))[0])
         for index, cost in zip(unit, costs, strict=True):
             loads[chosen[index], rank] += cost
         totals[rank] += sum(costs)
@@ -100,21 +100,14 @@ def _assigned(
     return shards, int(loads.max(1).sum()), float(loads.sum() / num_ranks)
 
 
-def _costs(unit: Sequence[int], lengths: Sequence[int], prompts: Prompts | None) -> list[int]:
-    """With `prompts` the unit's prompt is computed with the first sequence."""
-    costs = [_cost(lengths[index]) for index in unit]
-    if prompts is not None:
-        costs[1:] = [cost - _cost(prompts.lengths_N[i]) for i, cost in zip(unit[1:], costs[1:], strict=True)]
-    return costs
+def _costs(unit: Sequence[int], lengths: Sequence[int], prompts: Prompts) -> list[int]:
+    """The unit's prompt is computed with the first sequence."""
+    spared = [0, *(_cost(prompts.lengths_N[index]) for index in unit[1:])]
+    return [_cost(lengths[index]) - cost for index, cost in zip(unit, spared, strict=True)]
 
 
 def _cost(length: int) -> int:
     return LINEAR_COST * length + length**2
-
-
-def _pieces(group: Sequence[int], lengths: Sequence[int], parts: int) -> Parts:
-    in_order = sorted(group, key=lambda index: -lengths[index])
-    return [in_order[part::parts] for part in range(min(parts, len(in_order)))]
 
 
 def cut_shards(
@@ -138,66 +131,60 @@ def cut_shards(
         raise ValueError(f"a sequence of {max(lengths)} tokens does not fit into a micro-batch of {max_tokens}")
     limit = max_tokens if max_rollouts is None else max_rollouts
     assert limit is not None
+    prompts = prompts or Prompts.unshared(len(lengths))
     cut = []
     for shard in shards:
-        in_order = _longest_first(lengths, units, shard)
-        if prompts is not None and units is None:
-            groups = _longest_first(lengths, prompts.group_N, shard)
-            in_order = [[index] for group in groups for index in sorted(group, key=lambda index: -lengths[index])]
+        in_order = _longest_first(lengths, units or prompts.group_N, sorted(shard))
+        if units is None:
+            in_order = [[index] for group in in_order for index in _by_length(group, lengths)]
+        sizes = [len(unit) for unit in in_order]
+        behind = sizes
         if max_rollouts is None:
-            sizes = [_tokens(unit, lengths, prompts) for unit in in_order]
-        else:
-            sizes = [len(unit) for unit in in_order]
+            bare = [sum(lengths[i] - prompts.lengths_N[i] for i in unit) for unit in in_order]
+            sizes = [size + prompts.lengths_N[unit[0]] for size, unit in zip(bare, in_order, strict=True)]
+            group_N = [prompts.group_N[unit[0]] for unit in in_order]
+            behind = [
+                own if group == before else size
+                for own, size, group, before in zip(bare, sizes, group_N, [None, *group_N], strict=False)
+            ]
         if max(sizes, default=0) > limit:
             what = "tokens" if max_rollouts is None else "rollouts"
             raise ValueError(f"{max(sizes)} {what} that stay together do not fit into a micro-batch of {limit}")
-        spared = [0] * len(sizes)
-        if prompts is not None and max_rollouts is None:
-            for position in range(1, len(in_order)):
-                this, previous = in_order[position][0], in_order[position - 1][0]
-                if prompts.group_N[this] == prompts.group_N[previous]:
-                    spared[position] = prompts.lengths_N[this]
-        runs = _greedy_cut(sizes, spared, limit) if max_rollouts is not None else _even_cut(sizes, spared, limit)
-        cut.append([[index for number in run for index in in_order[number]] for run in runs])
-    passes = max(1, max(len(micro_batches) for micro_batches in cut))
+        runs = _greedy_cut(sizes, behind, limit)
+        if max_rollouts is None and len(runs) > 1:
+            share = -(-sum(behind) // len(runs)) + max(sizes) // 2
+            even = _greedy_cut(sizes, behind, max(max(sizes), min(limit, share)))
+            runs = even if len(even) == len(runs) else runs
+        cut.append([[index for position in run for index in in_order[position]] for run in runs])
+    passes = max(1, *map(len, cut))
     return [micro_batches + [[] for _ in range(passes - len(micro_batches))] for micro_batches in cut]
 
 
-def _longest_first(lengths: Sequence[int], units: Sequence[int] | None, shard: Sequence[int] | None = None) -> Parts:
-    """Of all sequences if `shard` is None."""
-    indices = range(len(lengths)) if shard is None else shard
-    if units is None:
-        return [[index] for index in sorted(sorted(indices), key=lambda index: -lengths[index])]
+def _longest_first(lengths: Sequence[int], units: Sequence[int], shard: Iterable[int]) -> Parts:
+    """The sequences of a shard, ascending, by unit."""
     members: dict[int, list[int]] = {}
-    for index in sorted(indices):
+    for index in shard:
         members.setdefault(units[index], []).append(index)
+    return _sorted(members.values(), lengths)
+
+
+def _sorted(units: Iterable[list[int]], lengths: Sequence[int]) -> Parts:
     # The longest sequence before the sum: neighbours are padded to it.
-    return sorted(members.values(), key=lambda unit: (-max(lengths[i] for i in unit), -sum(lengths[i] for i in unit), unit[0]))
+    return sorted(units, key=lambda unit: (-max(lengths[i] for i in unit), -sum(lengths[i] for i in unit), unit[0]))
 
 
-def _tokens(unit: Sequence[int], lengths: Sequence[int], prompts: Prompts | None) -> int:
-    spared = 0 if prompts is None else sum(prompts.lengths_N[index] for index in unit[1:])
-    return sum(lengths[index] for index in unit) - spared
+def _by_length(unit: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    return sorted(unit, key=lambda index: -lengths[index])
 
 
-def _even_cut(sizes: Sequence[int], spared: Sequence[int], limit: int) -> Parts:
-    """Consecutive runs, as few as a greedy cut gives, then evened out."""
-    greedy = _greedy_cut(sizes, spared, limit)
-    if len(greedy) < 2:
-        return greedy
-    total = sum(sizes) - sum(spared)
-    even = _greedy_cut(sizes, spared, max(max(sizes), min(limit, -(-total // len(greedy)) + max(sizes) // 2)))
-    return even if len(even) == len(greedy) else greedy
-
-
-def _greedy_cut(sizes: Sequence[int], spared: Sequence[int], limit: int) -> Parts:
-    """Runs of positions; tokens are `spared` only behind the position before."""
+def _greedy_cut(sizes: Sequence[int], behind: Sequence[int], limit: int) -> Parts:
+    """Runs of positions; sizes are smaller `behind` the position before."""
     runs: Parts = []
     filled = limit + 1
-    for position, size in enumerate(sizes):
-        if filled + size - spared[position] > limit:
+    for position, (size, added) in enumerate(zip(sizes, behind, strict=True)):
+        if filled + added > limit:
             runs.append([])
-            filled = spared[position]
+            filled, added = 0, size
         runs[-1].append(position)
-        filled += size - spared[position]
+        filled += added
     return runs

@@ -11,6 +11,7 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -18,12 +19,13 @@ import numpy as np
 
 from grpo_rl.control_words import MARK, ControlWords, opened_thought, unmarked
 from grpo_rl.data.prompts import Renderer
-from grpo_rl.data.rows import BadRow, Call, Message, at, shared_length
+from grpo_rl.data.rows import BadRow, Call, Message, at, at_difference
 from grpo_rl.errors import ConfigError, DataError
 from grpo_rl.frozen import frozen
 
 _ANSWER = f"Zq7{secrets.token_hex(8)}Xk"
 """Stands for an assistant's turn."""
+_TURNS: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
 _THOUGHTS = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 _WHERE = "a conversation of several turns"
 
@@ -33,7 +35,7 @@ class Delta:
     token_ids: np.ndarray
     """int32 [tokens]"""
     text: str
-    control_words: bool = False
+    control_words: bool
     """Its messages had control words in their text."""
 
 
@@ -61,7 +63,7 @@ class ChatDeltas:
         text = self._rendered([*messages, *self._words.marked(list(added))])
         with at(_WHERE):
             self._renderer.check_shown([*messages, *added])
-        return Delta(self._ids(text), unmarked(text))
+        return self._delta(text)
 
     def between(self, messages: Sequence[Message], *, ended: bool, plain: bool = False) -> Delta:
         """What follows an assistant turn: its end, the messages, and the beginning of the next turn.
@@ -70,21 +72,18 @@ class ChatDeltas:
         and the messages are plain strings. Raises DataError for messages that the template refuses.
         """
         if plain:
-            text = self._words.marked("".join(str(message["content"]) for message in messages))
-            return Delta(self._ids(text), unmarked(text), MARK in text)
+            return self._delta(self._words.marked("".join(str(message["content"]) for message in messages)))
         text = self._tail(self._words.marked(list(messages)))
-        turns: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
         with at(_WHERE):
-            self._renderer.check_shown([*turns, *messages])
-        ids = self._ids(text)
-        if ended and len(ids) and int(ids[0]) in self._stop_ids:
-            ids = ids[1:]
-        return Delta(ids, unmarked(text), MARK in text)
+            self._renderer.check_shown([*_TURNS, *messages])
+        delta = self._delta(text)
+        is_ended_twice = ended and not self._stop_ids.isdisjoint(delta.token_ids[:1].tolist())
+        return replace(delta, token_ids=delta.token_ids[1:]) if is_ended_twice else delta
 
     @cached_property
     def opened_thought(self) -> str:
         """The `<think>` that the template writes before each turn."""
-        return opened_thought(self._rendered([{"role": "user", "content": "?"}])) if self._renderer.has_template else ""
+        return opened_thought(self._rendered(_TURNS[:1])) if self._renderer.has_template else ""
 
     def turn_text(self, token_ids: np.ndarray, *, special: bool) -> str:
         """Without the token that ends the turn."""
@@ -146,34 +145,27 @@ class ChatDeltas:
             before = after
         return keeps
 
-    def _end(self) -> str:
-        return self._rendered(
-            [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}], begins=False
-        ).partition(_ANSWER)[2]
-
     def _tail(self, messages: Sequence[Message]) -> str:
-        asked: Message = {"role": "user", "content": "?"}
-        said: Message = {"role": "assistant", "content": _ANSWER}
+        question, answer = _TURNS
         try:
-            text = self._rendered([asked, said, *messages])
+            text = self._rendered([*_TURNS, *messages])
         except DataError:
             # Some templates want a call before its answer.
             called = [_call_of(message) for message in messages if message["role"] == "tool"]
             if not called:
                 raise
-            text = self._rendered([asked, {**said, "tool_calls": called}, *messages])
+            text = self._rendered([question, answer | {"tool_calls": called}, *messages])
             if _ANSWER not in text:
-                return self._behind_calls(asked, called, messages)
+                return self._behind_calls([question, {"role": "assistant", "content": "", "tool_calls": called}], messages)
         head, mark, tail = text.rpartition(_ANSWER)
         if not mark or _ANSWER in head:
             raise DataError(f"{_WHERE}: the chat template does not write an assistant's turn once, as it is")
         return tail
 
-    def _behind_calls(self, question: Message, called: list[Call], messages: Sequence[Message]) -> str:
+    def _behind_calls(self, turns: list[Message], messages: Sequence[Message]) -> str:
         """If the template writes the calls in place of the turn's text."""
-        called_text = self._rendered([question, {"role": "assistant", "content": "", "tool_calls": called}], begins=False)
-        text = self._rendered([question, {"role": "assistant", "content": "", "tool_calls": called}, *messages])
-        end = self._end()
+        called_text, text = self._rendered(turns, begins=False), self._rendered([*turns, *messages])
+        end = self._rendered(_TURNS, begins=False).partition(_ANSWER)[2]
         if not text.startswith(called_text) or not end or not called_text.endswith(end):
             raise DataError(f"{_WHERE}: the chat template does not append a tool's answer to the turn that called it")
         return text[len(called_text) - len(end) :]
@@ -184,8 +176,8 @@ class ChatDeltas:
         except BadRow as error:
             raise DataError(f"{_WHERE}: {error}") from None
 
-    def _ids(self, text: str) -> np.ndarray:
-        return np.asarray(self._words.ids(text), dtype=np.int32)
+    def _delta(self, text: str) -> Delta:
+        return Delta(np.asarray(self._words.ids(text), dtype=np.int32), unmarked(text), MARK in text)
 
 
 def _call_of(message: Message) -> Call:
@@ -198,11 +190,10 @@ def _without_thoughts(text: str) -> str:
 
 
 def _rewritten(expected: str, actual: str, role: str) -> str:
-    place = shared_length(expected, actual)
-    start = max(0, place - 30)
+    before, after = at_difference(expected, actual)
     what = "tools answer" if role == "tool" else f"the {role} writes again"
     return (
-        f"the chat template does not only append where {what}: the conversation so far, {expected[start : place + 30]!r}, "
-        f"becomes {actual[start : place + 30]!r}. Then the tokens that are trained would not be those that were sampled. Give a "
+        f"the chat template does not only append where {what}: the conversation so far, {before!r}, "
+        f"becomes {after!r}. Then the tokens that are trained would not be those that were sampled. Give a "
         "template that appends as data.chat_template"
     )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from grpo_rl.columns import Array, RemoteColumn, View
 from grpo_rl.errors import RewardError
-from grpo_rl.types import Batch, Rollout, segment_index
+from grpo_rl.types import Batch, Rollout, Support, segment_index
 
 
 def collate(rollouts: Sequence[Rollout], parts: Sequence[str] = ()) -> Batch:
@@ -26,24 +26,20 @@ def collate(rollouts: Sequence[Rollout], parts: Sequence[str] = ()) -> Batch:
             raise ValueError(
                 f"rollout {_name(rollout)} has {len(rollout.response_ids)} tokens and {len(rollout.rollout_logprobs)} log-probs"
             )
-    group_of: dict[str, int] = {}
-    for rollout in rollouts:
-        group_of.setdefault(rollout.prompt.uid, len(group_of))
-    prompt_lengths_N = _column((len(rollout.prompt.token_ids) for rollout in rollouts), np.int64)
-    response_lengths_N = _column((len(rollout.response_ids) for rollout in rollouts), np.int64)
+    group_of = {uid: number for number, uid in enumerate(dict.fromkeys(rollout.prompt.uid for rollout in rollouts))}
+    prompt_lengths_N = _column(len(rollout.prompt.token_ids) for rollout in rollouts)
+    response_lengths_N = _column(len(rollout.response_ids) for rollout in rollouts)
     sequences = [ids for rollout in rollouts for ids in (rollout.prompt.token_ids, rollout.response_ids)]
     token_ids_S = RemoteColumn.of_pieces("token_ids", sequences, np.full(len(rollouts), 2), torch.int32)
     batch = Batch(
         prompt_lengths_N=prompt_lengths_N,
         response_lengths_N=response_lengths_N,
-        group_N=_column((group_of[rollout.prompt.uid] for rollout in rollouts), np.int64),
+        group_N=_column(group_of[rollout.prompt.uid] for rollout in rollouts),
         token_ids_S=token_ids_S,
         rewards_N=_column((rollout.reward for rollout in rollouts), np.float32),
         rollout_logprobs_T=_logprobs(rollouts),
         truncated_N=torch.tensor([rollout.finish_reason == "length" for rollout in rollouts]),
-        masked_N=torch.tensor([rollout.masked for rollout in rollouts])
-        if any(rollout.masked for rollout in rollouts)
-        else None,
+        masked_N=torch.tensor(masked) if any(masked := [rollout.masked for rollout in rollouts]) else None,
         reward_parts_NP=torch.tensor([[_part(rollout, part) for part in parts] for rollout in rollouts]) if parts else None,
         baselines_N=_column((rollout.baseline for rollout in rollouts), np.float32)
         if _all_have("baseline", rollouts)
@@ -59,38 +55,34 @@ def collate(rollouts: Sequence[Rollout], parts: Sequence[str] = ()) -> Batch:
 
 def _part(rollout: Rollout, name: str) -> float:
     """A function's score, or a number that it gave beside it."""
-    keys = [key for key in rollout.reward_parts if key == name or key.endswith(f"/{name}")]
-    if len(keys) != 1 and name not in keys:
+    if name in rollout.reward_parts:
+        return rollout.reward_parts[name]
+    keys = [key for key in rollout.reward_parts if key.endswith(f"/{name}")]
+    if len(keys) != 1:
         raise RewardError(
             f"prompt {rollout.prompt.uid}, sample {rollout.sample_index}: its reward has {len(keys)} parts called {name!r}, and the "
             f"advantage estimator reads one; it has {', '.join(sorted(rollout.reward_parts))}"
         )
-    return rollout.reward_parts[name if name in keys else keys[0]]
+    return rollout.reward_parts[keys[0]]
 
 
 def _trained_columns(rollouts: Sequence[Rollout], prompt_lengths_N: Tensor, response_lengths_N: Tensor) -> dict[str, Any]:
     """Nothing if all tokens of the responses were sampled."""
     if all(rollout.episode is None for rollout in rollouts):
         return {}
-    ends_N = (prompt_lengths_N + response_lengths_N).cumsum(0)
-    begins = (ends_N - response_lengths_N).tolist()
-    pieces = [
-        np.arange(begin + start, begin + start + length)
-        for begin, rollout in zip(begins, rollouts, strict=True)
-        for start, length in rollout.spans
-    ]
-    lengths = (sum(length for _, length in rollout.spans) for rollout in rollouts)
-    positions_T = torch.from_numpy(np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64))
-    return {"positions_T": positions_T, "trained_lengths_N": _column(lengths, np.int64)}
+    begins_N = (prompt_lengths_N + response_lengths_N).cumsum(0) - response_lengths_N
+    positions = [begin + _sampled(rollout) for begin, rollout in zip(begins_N.tolist(), rollouts, strict=True)]
+    return {"positions_T": torch.from_numpy(np.concatenate(positions)), "trained_lengths_N": _column(map(len, positions))}
+
+
+def _sampled(rollout: Rollout) -> np.ndarray:
+    """int64: places in the response, ascending."""
+    return np.concatenate([np.arange(0), *(np.arange(start, start + length) for start, length in rollout.spans)])
 
 
 def _logprobs(rollouts: Sequence[Rollout]) -> RemoteColumn:
-    if all(rollout.episode is None for rollout in rollouts):
-        pieces, per_rollout = [rollout.rollout_logprobs for rollout in rollouts], [1] * len(rollouts)
-    else:
-        pieces = [_piece(rollout.rollout_logprobs, *span) for rollout in rollouts for span in rollout.spans]
-        per_rollout = [len(rollout.spans) for rollout in rollouts]
-    return RemoteColumn.of_pieces("logprobs", pieces, per_rollout)
+    pieces = [_piece(rollout.rollout_logprobs, *span) for rollout in rollouts for span in rollout.spans]
+    return RemoteColumn.of_pieces("logprobs", pieces, [len(rollout.spans) for rollout in rollouts])
 
 
 def _piece(values: Array, start: int, length: int) -> Array:
@@ -101,19 +93,17 @@ def _piece(values: Array, start: int, length: int) -> Array:
 
 def _support_columns(rollouts: Sequence[Rollout], batch: Batch) -> dict[str, Any]:
     """Nothing if all tokens could be sampled."""
-    supports = [rollout.support for rollout in rollouts]
-    if not any(supports):
+    if all(rollout.support is None for rollout in rollouts):
         return {}
     # A response without tokens was not sampled from anything.
     if any(rollout.support is None and len(rollout.response_ids) for rollout in rollouts):
         raise ValueError(
             "some rollouts contain the tokens they were sampled from and some do not: their log-probs cannot be compared"
         )
-    nothing, ones = np.empty(0, dtype=np.int32), [1] * len(rollouts)
-    counts = [nothing if support is None else support.counts for support in supports]
-    ids = [nothing if support is None else support.token_ids for support in supports]
-    counts_T = RemoteColumn.of_pieces("support_counts", counts, ones, torch.int32)
-    ids_M = RemoteColumn.of_pieces("support_ids", ids, ones, torch.int32)
+    nothing, ones = Support(*np.empty((2, 0), dtype=np.int32)), [1] * len(rollouts)
+    supports = [rollout.support or nothing for rollout in rollouts]
+    counts_T = RemoteColumn.of_pieces("support_counts", [support.counts for support in supports], ones, torch.int32)
+    ids_M = RemoteColumn.of_pieces("support_ids", [support.token_ids for support in supports], ones, torch.int32)
     if batch.positions_T is None:
         return {"support_counts_T": counts_T, "support_ids_M": ids_M}
     # Between the turns of an episode lie tokens that are not trained.
@@ -127,30 +117,24 @@ def _step_columns(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     if not _all_have("steps", rollouts):
         return {}
     steps_N = [rollout.steps or () for rollout in rollouts]
-    state_of = [{} if item.episode is None else {turn.end - 1: turn.state for turn in item.episode.turns} for item in rollouts]
-    are_turns = all(end in states for states, steps in zip(state_of, steps_N, strict=True) for end, _ in steps)
-    states = (states[end] for states, steps in zip(state_of, steps_N, strict=True) for end, _ in steps)
+    turns_N = [rollout.episode.turns if rollout.episode else () for rollout in rollouts]
+    states_N = [{turn.end - 1: turn.state for turn in turns} for turns in turns_N]
+    states_K = [states.get(end) for states, steps in zip(states_N, steps_N, strict=True) for end, _ in steps]
     return {
-        "num_steps_N": _column(map(len, steps_N), np.int64),
-        "step_ends_K": _column((end for item in rollouts for end in _trained_ends(item)), np.int64),
+        "num_steps_N": _column(map(len, steps_N)),
+        "step_ends_K": _column(end for rollout in rollouts for end in _trained_ends(rollout)),
         "step_rewards_K": _column((reward for steps in steps_N for _, reward in steps), np.float32),
-        "step_states_K": _column(states, np.int64) if are_turns else None,
+        "step_states_K": None if None in states_K else _column(states_K),
     }
 
 
 def _trained_ends(rollout: Rollout) -> list[int]:
     """Indices among the tokens that were sampled."""
-    ends = [end for end, _ in rollout.steps or ()]
-    if rollout.episode is None:
-        return ends
-    place_of: dict[int, int] = {}
-    offset = 0
-    for start, length in rollout.spans:
-        place_of.update(zip(range(start, start + length), range(offset, offset + length), strict=True))
-        offset += length
-    if wrong := [end for end in ends if end not in place_of]:
-        raise ValueError(f"rollout {_name(rollout)} has a step that ends at token {wrong[0]}, which was not sampled")
-    return [place_of[end] for end in ends]
+    ends, sampled = [end for end, _ in rollout.steps or ()], _sampled(rollout)
+    if not np.isin(ends, sampled).all():
+        wrong = np.setdiff1d(ends, sampled)[0]
+        raise ValueError(f"rollout {_name(rollout)} has a step that ends at token {wrong}, which was not sampled")
+    return np.searchsorted(sampled, ends).tolist()
 
 
 def _all_have(name: str, rollouts: Sequence[Rollout]) -> bool:
@@ -161,7 +145,7 @@ def _all_have(name: str, rollouts: Sequence[Rollout]) -> bool:
     return bool(rollouts) and not without
 
 
-def _column(values: Iterable[int | float | None], dtype: type[np.int64] | type[np.float32]) -> Tensor:
+def _column(values: Iterable[int | float | None], dtype: type[np.int64 | np.float32] = np.int64) -> Tensor:
     return torch.from_numpy(np.fromiter(values, dtype=dtype))
 
 

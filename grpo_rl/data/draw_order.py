@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -94,16 +94,15 @@ class RowOrder:
 
     def next_batch(self) -> list[tuple[int, str]]:
         """Pairs of row index and uid, which names the occurrence and ends in `-r` and the row."""
-        epoch, position, order = self.epoch, self.position, self._order
-        taken = self._first_usable(map(int, order[position:]))
-        if taken is None:
-            epoch, position, order = epoch + 1, 0, self._order_of(epoch + 1)
-            taken = self._first_usable(map(int, order))
-        if taken is None:
+        for epoch, position in ((self.epoch, self.position), (self.epoch + 1, 0)):
+            order = self._order if epoch == self.epoch else self._order_of(epoch)
+            drawn, num_looked_at = self._first_usable(map(int, order[position:]))
+            if len(drawn) == self.batch_size:
+                break
+        else:
             raise DataError(
                 f"fewer than {self.batch_size} of {len(order)} training rows are left, the others are retired or cannot be used"
             )
-        drawn, num_looked_at = taken
         self.epoch, self.position, self._order = epoch, position + num_looked_at, order
         occurrences = [divmod(entry, self._identity["num_rows"]) for entry in drawn]
         return [(row, f"e{epoch}{f'.{number}' if number else ''}-r{row}") for number, row in occurrences]
@@ -128,15 +127,15 @@ class RowOrder:
         self.seek(state["epoch"], state["position"])
         self.num_named = int(state.get("num_named", 0))
 
-    def _first_usable(self, entries: Iterator[int]) -> tuple[list[int], int] | None:
-        """And how many rows were looked at; None if there are fewer than a batch."""
+    def _first_usable(self, entries: Iterable[int]) -> tuple[list[int], int]:
+        """A batch, and how many rows were looked at; fewer rows than a batch, and 0, if no more are left."""
         usable: list[int] = []
         for number, entry in enumerate(entries, start=1):
             if self._is_usable(entry % self._identity["num_rows"]):
                 usable.append(entry)
                 if len(usable) == self.batch_size:
                     return usable, number
-        return None
+        return usable, 0
 
     def _order_of(self, epoch: int) -> np.ndarray:
         """int64; the n-th occurrence of a row in an epoch has n times the number of rows added."""

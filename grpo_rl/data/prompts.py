@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from grpo_rl.control_words import ControlWords
 from grpo_rl.data.rows import LARGEST_ROW, Asked, BadRow, Call, Message, changed_call, irregular
 from grpo_rl.errors import ConfigError, DataError, did_you_mean
 
-SET_BY_US = (*("conversation", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict", "return_tensors"),)
+SET_BY_US = {"conversation", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict", "return_tensors"}
 USUAL_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "developer": "system"}
 """Roles of many data sets, and what most chat templates call them."""
 _STAND_IN = "Zq{}Xk7"
@@ -30,8 +30,7 @@ class Renderer:
         self.system_prompt, self.prompt_key = config.system_prompt, config.prompt_key
         self.continue_final_message = config.continue_final_message
         self.options = dict(config.apply_chat_template_kwargs)
-        taken = sorted(set(self.options) & {*SET_BY_US, *(["chat_template"] if config.chat_template else [])})
-        if taken:
+        if taken := sorted(self.options.keys() & (SET_BY_US | ({"chat_template"} if config.chat_template else set()))):
             raise ConfigError(f"data.apply_chat_template_kwargs: {', '.join(taken)} is set by the program")
         self._template = "the tokenizer's chat template"
         if config.chat_template is not None:
@@ -51,7 +50,7 @@ class Renderer:
                 ]
             )
         self.words = ControlWords(tokenizer, config.control_tokens_in_text, self.options.get("chat_template"))
-        self._left_out: dict[tuple[Any, ...], frozenset[str]] = {}
+        self._left_out: dict[tuple[Any, ...], tuple[int, str] | None] = {}
 
     def reads(self, name: str) -> bool:
         """True also if there is no template to look at."""
@@ -104,46 +103,43 @@ class Renderer:
         form = (*map(_form, messages), bool(options.get("tools")))
         if form not in self._left_out:
             self._left_out[form] = self._tried(messages, options)
-        left_out = self._left_out[form]
-        if "tools" in left_out:
+        if (left_out := self._left_out[form]) is None:
+            return
+        number, part = left_out
+        if part == "tools":
             raise BadRow(f"{self._template} leaves the tools out; expected a template with tools as data.chat_template")
-        for number, message in enumerate(messages):
-            for part, what in (("content", "the content of"), ("tool_calls", "the tool calls of")):
-                if f"{number} {part}" in left_out:
-                    role = message["role"]
-                    usual = USUAL_ROLES.get(role.casefold(), role.casefold())
-                    hint = f"; the role is often called {usual!r}" if usual != role else ""
-                    raise BadRow(
-                        f"{self._template} leaves out {what} message {number}, of the role {role!r}: "
-                        f"{str(message[part])[:60]!r}; expected roles that the template knows, or another data.chat_template{hint}"
-                    )
+        role, what = messages[number]["role"], part.replace("_", " ")
+        usual = USUAL_ROLES.get(role.casefold(), role.casefold())
+        hint = f"; the role is often called {usual!r}" if usual != role else ""
+        raise BadRow(
+            f"{self._template} leaves out the {what} of message {number}, of the role {role!r}: "
+            f"{str(messages[number][part])[:60]!r}; expected roles that the template knows, or another data.chat_template{hint}"
+        )
 
-    def _tried(self, messages: list[Any], options: dict[str, Any]) -> frozenset[str]:
-        """`2 content`, `3 tool_calls`, `tools`; none if the template refuses all."""
-        stand_ins: dict[str, list[str]] = {}
+    def _tried(self, messages: list[Any], options: dict[str, Any]) -> tuple[int, str] | None:
+        """The first message, and its `content` or `tool_calls`, that is left out; (-1, `tools`); None if all are refused."""
+        places: list[tuple[int, str]] = []
 
-        def stand_in(part: str) -> str:
-            word = _STAND_IN.format(sum(map(len, stand_ins.values())))
-            stand_ins.setdefault(part, []).append(word)
-            return word
+        def stand_in(number: int, part: str) -> str:
+            places.append((number, part))
+            return _STAND_IN.format(len(places) - 1)
 
+        if options.get("tools"):
+            function = {"name": stand_in(-1, "tools"), "description": "", "parameters": {"type": "object", "properties": {}}}
+            options = options | {"tools": [{"type": "function", "function": function}]}
         marked_messages = []
         for number, message in enumerate(messages):
             copied = dict(message)
             if message["content"].strip():
-                copied["content"] = stand_in(f"{number} content")
+                copied["content"] = stand_in(number, "content")
             if calls := message.get("tool_calls"):
-                part = f"{number} tool_calls"
-                copied["tool_calls"] = [_call_like(call, stand_in(part), part, stand_in) for call in calls]
+                copied["tool_calls"] = [_call_like(call, partial(stand_in, number, "tool_calls")) for call in calls]
             marked_messages.append(copied)
-        if options.get("tools"):
-            function = {"name": stand_in("tools"), "description": "", "parameters": {"type": "object", "properties": {}}}
-            options = options | {"tools": [{"type": "function", "function": function}]}
         try:
             text = self.apply(marked_messages, **{**options, "tokenize": False, "add_generation_prompt": False})
         except BadRow:  # these words do not suit the template; the row's own may
-            return frozenset()
-        return frozenset(part for part, words in stand_ins.items() if any(word not in text for word in words))
+            return None
+        return next((place for number, place in enumerate(places) if _STAND_IN.format(number) not in text), None)
 
     def answer(self, asked: Asked, prompt: str, answer: str) -> str:
         """What follows the rendered `prompt`; a plain string's answer is itself.
@@ -179,8 +175,8 @@ class Renderer:
         stand_in = _STAND_IN.format(0)
         try:
             messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": stand_in}]
-            text = self._apply(messages, {**self.options, "tokenize": False, "add_generation_prompt": False})
-        except Exception:  # a template that does not like this conversation says so when it meets the rows
+            text = self.text(messages, add_generation_prompt=False)
+        except BadRow:  # a template that does not like this conversation says so when it meets the rows
             return end
         behind = self.words.ids(text.rpartition(stand_in)[2])
         control = {number for number, token in self.tokenizer.added_tokens_decoder.items() if token.special}
@@ -188,9 +184,8 @@ class Renderer:
 
     def sampled(self, ids: Any, text: str) -> list[int] | None:
         """None if the ids are missing or another tokenizer's."""
-        if not isinstance(ids, list) or not ids or not all(type(number) is int for number in ids):
-            return None
-        if not 0 <= min(ids) <= max(ids) < len(self.tokenizer):
+        size = len(self.tokenizer)
+        if not isinstance(ids, list) or not ids or not all(type(number) is int and 0 <= number < size for number in ids):
             return None
         # Engines and tokenizers differ in spaces around special tokens.
         decoded = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -207,9 +202,7 @@ class Renderer:
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
     def text(self, messages: list[Any], **options: Any) -> str:
-        options = {"add_generation_prompt": True} | options
-        text = self.apply(messages, tokenize=False, **options)
-        assert isinstance(text, str)
+        text: str = self.apply(messages, tokenize=False, **{"add_generation_prompt": True} | options)
         if len(text) > LARGEST_ROW:
             raise BadRow(f"{self._template} makes {len(text)} characters of it; expected at most {LARGEST_ROW}")
         return text
@@ -228,6 +221,12 @@ class Renderer:
         marked_options = {key: self.words.marked(options[key]) for key in ("tools", "documents") if options.get(key)}
         marked = self.words.marked(messages)
         return self.words.tokenizer_of([marked, marked_options]).apply_chat_template(marked, **{**options, **marked_options})
+
+    def prompt_ids(self, prompt: Asked, text: str) -> list[int]:
+        (ids,) = self.tokenize([prompt], [text])
+        if not ids:
+            raise BadRow("the prompt has no tokens")
+        return ids
 
     def tokenize(self, prompts: Sequence[Asked], texts: Sequence[str]) -> list[list[int]]:
         ids: list[list[int]] = [[] for _ in texts]
@@ -250,17 +249,18 @@ def _function_of(call: Call) -> dict[str, Any]:
     return call.get("function", call)
 
 
-def _call_like(call: Call, name: str, part: str, stand_in: Callable[[str], str]) -> Call:
-    arguments = {"arguments": {"argument": stand_in(part)}} if _function_of(call).get("arguments") else {}
-    return changed_call(call, name=name, **arguments)
+def _call_like(call: Call, stand_in: Callable[[], str]) -> Call:
+    arguments = {"arguments": {"argument": stand_in()}} if _function_of(call).get("arguments") else {}
+    return changed_call(call, name=stand_in(), **arguments)
 
 
 def _with_json_arguments(message: Message) -> Message:
     if not message.get("tool_calls"):
         return message
-    texts = [json.dumps(_function_of(call).get("arguments", {}), ensure_ascii=False) for call in message["tool_calls"]]
-    calls = zip(message["tool_calls"], texts, strict=True)
-    return message | {"tool_calls": [changed_call(call, arguments=text) for call, text in calls]}
+    calls = [(call, _function_of(call).get("arguments", {})) for call in message["tool_calls"]]
+    return message | {
+        "tool_calls": [changed_call(call, arguments=json.dumps(value, ensure_ascii=False)) for call, value in calls]
+    }
 
 
 def _cause(error: Exception) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections import OrderedDict
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
 
@@ -17,9 +18,10 @@ from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.rows import BadRow, Row, at
 from grpo_rl.data.sources.locate import open_source
-from grpo_rl.data.sources.source import Fingerprint, Joined, RowSource, custom_source, fingerprint_of
+from grpo_rl.data.sources.source import Fingerprint, Joined, custom_source, fingerprint_of
 from grpo_rl.errors import DataError
 from grpo_rl.frozen import frozen
+from grpo_rl.run_files import append_lines
 from grpo_rl.types import Batch
 
 CHECKED_OF_MANY = 1000
@@ -49,11 +51,12 @@ class BadRows:
         if self.action == "error" and len(messages) == 1:
             raise DataError(messages[0])
         self._write(messages)
-        rest = [f"and {len(messages) - LISTED} more"] if len(messages) > LISTED else []
-        rest += [f"see {self.file}"] if self.file is not None else []
+        rest = [f"and {len(messages) - LISTED} more"] * (len(messages) > LISTED) + [f"see {self.file}"] * (
+            self.file is not None
+        )
         # The first line has one of them: it may be all that is shown.
-        title = f"{len(messages)} bad row{'s' if len(messages) > 1 else ''} of the {num_checked} checked: "
-        text = "\n  ".join([title + messages[0], *messages[1:LISTED], *([", ".join(rest)] if rest else [])])
+        title = f"{len(messages)} bad row{'s' * (len(messages) > 1)} of the {num_checked} checked: "
+        text = "\n  ".join(filter(None, [title + messages[0], *messages[1:LISTED], ", ".join(rest)]))
         if self.action == "error":
             raise DataError(text)
         self.warn(f"left out {text}")
@@ -70,8 +73,7 @@ class BadRows:
 
     def _write(self, messages: Sequence[str]) -> None:
         if self.file is not None:
-            with self.file.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                file.writelines(json.dumps({"bad_row": message}) + "\n" for message in messages)
+            append_lines(self.file, (json.dumps({"bad_row": message}) + "\n" for message in messages))
 
 
 @dataclass(slots=True)
@@ -143,18 +145,15 @@ class RowSet(ABC, Generic[Tokenized]):
         self.config, self.longest, self.vocab_size = config, longest, vocab_size
         # First: a template that cannot be used is refused before any file is opened.
         self.renderer = Renderer(config, tokenizer)
-        self.bad_rows = BadRows(config.on_bad_row) if bad_rows is None else bad_rows
-        parts: list[RowSource]
-        if config.custom_cls.path is not None:
-            parts = [custom_source(files, config, tokenizer)]
-        else:
-            parts = [open_source(name) for name in files]
+        self.bad_rows = bad_rows or BadRows(config.on_bad_row)
+        is_custom = config.custom_cls.path is not None
+        parts = [custom_source(files, config, tokenizer)] if is_custom else [open_source(name) for name in files]
         self._source = Joined("all sources", parts)
         total = len(self._source) if max_samples < 0 else min(max_samples, len(self._source))
         self.report = RowReport(total)
         self.fingerprint: Fingerprint = fingerprint_of(parts)
-        self._rows: np.ndarray | None = None
-        self._kept: OrderedDict[int, Tokenized] = OrderedDict()
+        self._rows: range | np.ndarray = range(total)
+        self._kept: dict[int, Tokenized] = {}
 
     def _tokenized(self, row: Row) -> Tokenized:
         raise NotImplementedError
@@ -179,29 +178,26 @@ class RowSet(ABC, Generic[Tokenized]):
             self.report.num_control += self.renderer.words.num_texts > num_texts
 
     def __len__(self) -> int:
-        return self.report.num_rows if self._rows is None else len(self._rows)
+        return len(self._rows)
 
     def entry_sizes(self) -> list[int]:
-        ends = np.minimum(np.cumsum([len(part) for part in self._source.parts]), self.report.num_rows)
-        if self._rows is not None:
-            ends = np.searchsorted(self._rows, ends)
-        return np.diff(ends, prepend=0).tolist()
+        ends = accumulate(map(len, self._source.parts))
+        return np.diff([bisect_left(self._rows, end) for end in ends], prepend=0).tolist()
 
     def row(self, row: int) -> Tokenized:
         """Raises DataError for a row that cannot be used."""
-        index = row if self._rows is None else int(self._rows[row])
+        index = int(self._rows[row])
         if index in self._kept:
-            self._kept.move_to_end(index)
             return self._kept[index]
         [(_, tokenized)] = self._tokenized_all([index])
         return self._keep(index, tokenized)
 
     def as_stored(self, row: int) -> Row:
-        return self._source.row(row if self._rows is None else int(self._rows[row]))
+        return self._source.row(int(self._rows[row]))
 
     def usable(self, row: int) -> bool:
         """Raises DataError for a row that may not be skipped."""
-        if self._rows is not None:
+        if self.report.num_checked == self.report.num_rows:
             return True
         try:
             return self.row(row) is not None
@@ -223,32 +219,29 @@ class RowSet(ABC, Generic[Tokenized]):
         if not whole and total > max(self.config.check_rows, 2 * CHECKED_OF_MANY):
             spread = np.linspace(CHECKED_OF_MANY, total - 1, CHECKED_OF_MANY, dtype=np.int64).tolist()
             indices = [*range(CHECKED_OF_MANY), *spread]
-        unusable: list[int] = []
-        too_long: list[TooLongRow] = []
+        too_long: dict[int, TooLongRow] = {}
         for number, (index, tokenized) in enumerate(self._tokenized_all(indices), start=1):
             try:
                 self._keep(index, tokenized)
             except TooLongRow as error:
-                too_long.append(error)
-                unusable.append(index)
+                too_long[index] = error
             except BadRow as error:
                 self.bad_rows.found[index] = str(error)
-                unusable.append(index)
             if note is not None and number % CHECKED_OF_MANY == 0:
                 note(f"{number} of {len(indices)} rows checked")
         report.num_checked, report.num_bad = len(indices), len(self.bad_rows.found)
         self.bad_rows.report(len(indices))
         if too_long and not self.config.filter_overlong_prompts:
             rest = f"; {len(too_long)} rows are too long (longest: {report.longest})" if len(too_long) > 1 else ""
-            raise DataError(f"{too_long[0]}{rest}. {self.ways_out}")
+            raise DataError(f"{next(iter(too_long.values()))}{rest}. {self.ways_out}")
         report.num_dropped = len(too_long)
-        if len(unusable) == len(indices):
+        if len(too_long) + report.num_bad == len(indices):
             raise DataError(
                 f"no rows are left: of {len(indices)} checked, {report.num_bad} are bad and {len(too_long)} have more than "
                 f"{self.longest} tokens"
             )
         if len(indices) == total:
-            self._rows = np.setdiff1d(np.arange(total), np.asarray(unusable, dtype=np.int64))
+            self._rows = np.delete(np.arange(total), [*too_long, *self.bad_rows.found])
         return self
 
     def _keep(self, index: int, tokenized: Tokenized | BadRow) -> Tokenized:
@@ -257,7 +250,7 @@ class RowSet(ABC, Generic[Tokenized]):
         with at(self._source.where(index)):
             self._kept[index] = row = self._usable(tokenized)
         if len(self._kept) > self.kept_rows:
-            self._kept.popitem(last=False)
+            del self._kept[next(iter(self._kept))]
         return row
 
     def _usable(self, row: Tokenized) -> Tokenized:
@@ -301,23 +294,30 @@ class TrainingRows:
     val: TrainingSet[Any] | None = None
 
 
-def batch_of_sequences(rows: Sequence[Any], prompt_lengths: Sequence[int], rewards: float, **columns: Any) -> Batch:
-    """Each row is a rollout and a group.
+def batch_of_sequences(
+    token_ids: Sequence[np.ndarray],
+    prompt_lengths: Sequence[int],
+    rewards: float,
+    positions: Sequence[np.ndarray] | None = None,
+    **columns: Any,
+) -> Batch:
+    """Each sequence is a rollout and a group.
 
-    A row has `token_ids` (int32 [tokens]) and `positions` (int64 [trained tokens], ascending).
+    `positions` are the trained tokens of each (int64, ascending), the whole response by default.
     """
-    lengths_N = torch.tensor([len(row.token_ids) for row in rows], dtype=torch.long)
+    lengths_N = torch.tensor(list(map(len, token_ids)), dtype=torch.long)
     prompt_lengths_N = torch.tensor(prompt_lengths, dtype=torch.long)
-    starts = (lengths_N.cumsum(0) - lengths_N).tolist()
-    trained_lengths_N = torch.tensor([len(row.positions) for row in rows], dtype=torch.long)
-    if not torch.equal(trained_lengths_N, lengths_N - prompt_lengths_N):
-        positions = [row.positions + start for row, start in zip(rows, starts, strict=True)]
-        columns |= {"positions_T": torch.from_numpy(np.concatenate(positions)), "trained_lengths_N": trained_lengths_N}
+    if positions is not None:
+        trained_lengths_N = torch.tensor(list(map(len, positions)), dtype=torch.long)
+        if not torch.equal(trained_lengths_N, lengths_N - prompt_lengths_N):
+            starts = (lengths_N.cumsum(0) - lengths_N).tolist()
+            positions_T = np.concatenate([places + start for places, start in zip(positions, starts, strict=True)])
+            columns |= {"positions_T": torch.from_numpy(positions_T), "trained_lengths_N": trained_lengths_N}
     return Batch(
         prompt_lengths_N=prompt_lengths_N,
         response_lengths_N=lengths_N - prompt_lengths_N,
-        group_N=torch.arange(len(rows)),
-        token_ids_S=torch.from_numpy(np.concatenate([row.token_ids for row in rows], dtype=np.int32)),
-        rewards_N=torch.full((len(rows),), rewards),
+        group_N=torch.arange(len(token_ids)),
+        token_ids_S=torch.from_numpy(np.concatenate([np.empty(0, np.int32), *token_ids], dtype=np.int32)),
+        rewards_N=torch.full((len(token_ids),), rewards),
         **columns,
     )

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from grpo_rl.config.schema.tree import DataConfig
@@ -52,18 +53,17 @@ def example(row: Row, config: DataConfig) -> Example:
     keys = {"data.prompt_key": config.prompt_key, "data.ground_truth_key": config.ground_truth_key}
     if config.data_source is None:
         keys["data.reward_fn_key"] = config.reward_fn_key
-    columns = {key: name.split(".")[0] for key, name in keys.items() if name not in row}
-    if missing := {key: name for key, name in columns.items() if name not in row}:
+    firsts = {key: name.split(".")[0] for key, name in keys.items()}
+    if missing := {key: first for key, first in firsts.items() if first not in row and keys[key] not in row}:
         raise _missing_columns(row, missing, keys.values())
     data_source: Any = config.data_source or column(row, config.reward_fn_key)
     if not isinstance(data_source, str) or not data_source:
         raise wrong(config.reward_fn_key, data_source, "a non-empty string")
     ground_truth = column(row, config.ground_truth_key)
     extra_info = column(row, config.extra_info_key, optional=True)
-    if extra_info is not None and not isinstance(extra_info, dict):
-        raise wrong(config.extra_info_key, extra_info, "an object or nothing")
-    for key, value in ((config.ground_truth_key, ground_truth), (config.extra_info_key, extra_info)):
-        _check_sendable(value, key)
+    expect(extra_info, dict | None, config.extra_info_key, "an object or nothing")
+    _check_sendable(ground_truth, config.ground_truth_key)
+    _check_sendable(extra_info, config.extra_info_key)
     prompt = prompt_of(column(row, config.prompt_key), config.prompt_key)
     return Example(prompt, data_source, ground_truth, extra_info or {})
 
@@ -206,16 +206,19 @@ def plain(value: Any) -> Any:
         return plain(value.tolist())
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
-    if isinstance(value, Decimal | datetime.timedelta):
-        return format(value, "f") if isinstance(value, Decimal) else str(value)
+    if isinstance(value, Decimal):
+        return format(value, "f")
+    if isinstance(value, datetime.timedelta):
+        return str(value)
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
+@frozen
 class NotJson:
     """Something in a parsed row that JSON does not have or that has no single meaning."""
 
-    def __init__(self, found: str, advice: str) -> None:
-        self.found, self.advice = found, advice
+    found: str
+    advice: str
 
 
 def check_row(row: Row) -> None:
@@ -266,9 +269,16 @@ def wrong(column: str, value: Any, expected: str) -> BadRow:
     return BadRow(f"column {column!r} is {text} ({type(value).__name__}); expected {expected}")
 
 
-def expect(value: Any, kind: type | tuple[type, ...], column: str, expected: str) -> None:
+def expect(value: Any, kind: type | UnionType, column: str, expected: str) -> None:
     if not isinstance(value, kind):
         raise wrong(column, value, expected)
+
+
+def at_difference(old: str, new: str) -> tuple[str, str]:
+    """Return 30 characters of each before the place where they begin to differ, and as many behind it."""
+    place = shared_length(old, new)
+    shown = slice(max(0, place - 30), place + 30)
+    return old[shown], new[shown]
 
 
 def shared_length(first: Sequence[Any], second: Sequence[Any]) -> int:

@@ -73,7 +73,7 @@ def read_request(body: bytes) -> ChatRequest:
     if not isinstance(request, dict) or not isinstance(request.get("messages"), list) or not request["messages"]:
         raise Refused(400, "the body has no messages", param="messages")
     for name, allowed in _ONE_ANSWER.items():
-        if not any(request.get(name) is value or request.get(name) == value for value in allowed):
+        if request.get(name) not in allowed:
             reason = f"{name}={request[name]!r:.60} is not answered here: an answer is the policy's whole turn, and one of them"
             raise Refused(400, reason, "unsupported_value", name)
     streaming, one_call = request.get("stream_options"), request.get("parallel_tool_calls") is False
@@ -90,7 +90,8 @@ def read_request(body: bytes) -> ChatRequest:
 
 def _message(message: Any, number: int) -> Message:
     where = f"messages[{number}]"
-    role, content = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
+    message = message if isinstance(message, Mapping) else {}
+    role, content = message.get("role"), message.get("content")
     calls = message.get("tool_calls") if role == "assistant" else None
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         content = "".join(str(part.get("text", "")) for part in content)
@@ -159,16 +160,12 @@ def said(answer: ChatAnswer) -> Message:
 def continues(before: list[Message], messages: tuple[Message, ...]) -> bool:
     """Whether `messages` begin with what was said, up to blanks, and then have no assistant message."""
     new = messages[len(before) :]
-    return (
-        bool(new)
-        and all(message["role"] != "assistant" for message in new)
-        and all(
-            message["role"] == other["role"]
-            and message["content"].strip() == other["content"].strip()
-            and message.get("tool_calls") == other.get("tool_calls")
-            for message, other in zip(before, messages, strict=False)
-        )
-    )
+    same = list(map(_compared_message, before)) == list(map(_compared_message, messages[: len(before)]))
+    return same and bool(new) and all(message["role"] != "assistant" for message in new)
+
+
+def _compared_message(message: Message) -> tuple[Any, ...]:
+    return message["role"], message["content"].strip(), message.get("tool_calls")
 
 
 def completion(answer: ChatAnswer, model: str) -> dict[str, Any]:

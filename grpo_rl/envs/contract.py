@@ -7,7 +7,9 @@ environment process: its attributes are the episode's state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import field
 from typing import Any, Literal, Protocol
 
@@ -107,6 +109,14 @@ class Tool(Protocol):
         """An exception is a failed call: its last line goes back to the policy."""
 
     async def close(self) -> None: ...
+
+
+async def result_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """One that is no coroutine runs in a thread."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments, **options)
+    result = await asyncio.to_thread(function, *arguments, **options)
+    return await result if inspect.isawaitable(result) else result
 
 
 class SimpleTool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import json
 import re
 import secrets
@@ -28,7 +27,7 @@ from grpo_rl.envs.chat_format import (
     said,
     stream,
 )
-from grpo_rl.envs.contract import Message, Observation, Start, Turn
+from grpo_rl.envs.contract import Message, Observation, Start, Turn, result_of
 from grpo_rl.envs.tool_formats import check_format
 from grpo_rl.registry import load_function
 
@@ -71,7 +70,7 @@ class ChatEndpoint:
 
     async def reset(self, start: Start) -> Observation:
         url = await self._server.start()
-        self._running = asyncio.get_running_loop().create_task(self._run(url, start))
+        self._running = asyncio.create_task(result_of(self._agent, url, start, **self._options))
         return await self._next()
 
     async def step(self, turn: Turn) -> Observation:
@@ -93,14 +92,9 @@ class ChatEndpoint:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
 
-    async def _run(self, url: str, start: Start) -> Any:
-        if inspect.iscoroutinefunction(self._agent):
-            return await self._agent(url, start, **self._options)
-        return await asyncio.to_thread(self._agent, url, start, **self._options)
-
     async def _next(self, *, is_over: bool = False) -> Observation:
         assert self._running is not None
-        request = asyncio.ensure_future(self._server.requests.get())
+        request = asyncio.create_task(self._server.requests.get())
         await asyncio.wait({request, self._running}, return_when=asyncio.FIRST_COMPLETED)
         info = {"agent_tool_calls": float(self._num_calls)} if self._tools else {}
         if not request.done():
@@ -132,13 +126,9 @@ class ChatEndpoint:
         """Some templates write the name of a message's tool, and clients leave it out."""
         if message["role"] != "tool" or "name" in message:
             return message
-        calls = [
-            call
-            for earlier_message in self._said
-            for call in earlier_message.get("tool_calls", ())
-            if call["id"] == message["tool_call_id"]
-        ]
-        return message | ({"name": calls[-1]["name"]} if calls else {})
+        name_of = {call["id"]: call["name"] for earlier in self._said for call in earlier.get("tool_calls", ())}
+        name = name_of.get(message["tool_call_id"])
+        return message if name is None else message | {"name": name}
 
 
 @dataclass(slots=True)
@@ -159,7 +149,7 @@ class ChatServer:
         self._token = secrets.token_urlsafe(16)
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[Any]] = set()
-        self._strangers: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
+        self._strangers: dict[asyncio.StreamReader, asyncio.StreamWriter] = {}
 
     async def start(self) -> str:
         """Returns the base URL, which ends with /v1."""
@@ -168,11 +158,10 @@ class ChatServer:
 
     async def close(self, waiting: Asked | None) -> None:
         """Tell pending requests that the conversation is over, and listen no more."""
-        pending_requests = [] if waiting is None else [waiting]
+        if waiting is not None:
+            self.requests.put_nowait(waiting)
         while not self.requests.empty():
-            pending_requests.append(self.requests.get_nowait())
-        for pending_request in pending_requests:
-            pending_request.refuse(Refused(410, "the episode is over", "episode_over"))
+            self.requests.get_nowait().refuse(Refused(410, "the episode is over", "episode_over"))
         if self._server is not None:
             self._server.close()
         if self._connections:  # what was answered or refused a moment ago may not be written yet
@@ -183,8 +172,7 @@ class ChatServer:
         assert task is not None
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
-        self._strangers[task] = writer
-        task.add_done_callback(self._known)
+        self._strangers[reader] = writer
         if len(self._strangers) > MOST_STRANGERS:
             # Its task ends by itself then, as of a client that has gone.
             self._strangers.pop(next(iter(self._strangers))).transport.abort()
@@ -197,12 +185,8 @@ class ChatServer:
                     _write(writer, refused.status, refused.body(), "x-should-retry: false\r\n")
                 await writer.drain()
         finally:
+            self._strangers.pop(reader, None)
             writer.close()
-
-    def _known(self, task: asyncio.Task[Any] | None) -> None:
-        """This connection has shown the token, or is over."""
-        if task is not None:
-            self._strangers.pop(task, None)
 
     async def _read(self, reader: asyncio.StreamReader) -> tuple[str, str, bytes]:
         """Method, path below the token, and body; no body is read without the token."""
@@ -214,7 +198,7 @@ class ChatServer:
         _, token, *below = [*path.split("/", 2), ""]
         if not secrets.compare_digest(token.encode(), self._token.encode()):
             raise _nowhere()
-        self._known(asyncio.current_task())
+        self._strangers.pop(reader, None)
         headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])}
         if method == "POST" and "content-length" not in headers:
             raise Refused(411, "a request needs a Content-Length")

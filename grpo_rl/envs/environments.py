@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl.config.recipes import examples
-from grpo_rl.errors import ConfigError, did_you_mean
+from grpo_rl.errors import ConfigError, Problems, did_you_mean
 from grpo_rl.frozen import frozen
 from grpo_rl.registry import fits, load_function, out_of_bounds
 
@@ -136,26 +136,28 @@ def _named_in(path: str, key: str, name: str, kind: str, parts: str) -> list[Nam
     entries = content.get(name) if isinstance(content, dict) else None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) and "class_name" in entry for entry in entries):
         raise ConfigError(f"{key}={path}: expected `{name}:`, a list of entries with {parts}")
-    problems: list[str] = []
-    places = [f"{key}={path}: {name}[{number}]" for number in range(len(entries))]
-    named_entries = [_named(entry, where, kind, problems) for entry, where in zip(entries, places, strict=True)]
+    problems = [
+        problem
+        for number, entry in enumerate(entries)
+        for problem in _problems_of(entry, f"{key}={path}: {name}[{number}]", kind)
+    ]
     if problems:
         raise ConfigError(problems)
-    return named_entries
+    return [_named(entry) for entry in entries]
 
 
-def _named(entry: Mapping[str, Any], where: str, kind: str, problems: list[str]) -> Named:
-    name, raw_options, schema = str(entry["class_name"]), entry.get("config"), entry.get("tool_schema")
+def _problems_of(entry: Mapping[str, Any], where: str, kind: str) -> Problems:
+    name = str(entry["class_name"])
     if name.startswith(_OWN_OF_VERL) and ":" not in name:
         known = f"a {kind} of your own as path/to/file.py:Class (docs/agents.md), or a registered name"
         instead = CLASSES.get(name.rpartition(".")[2], known)
-        problems.append(f"{where}.class_name={name}: a class of verl's, which is not here; write class_name: {instead}")
-    if raw_options is not None and not isinstance(raw_options, Mapping):
-        problems.append(f"{where}.config is {raw_options!r:.60}; expected options by name, or {{}}")
-        raw_options = None
-    if schema is not None and not isinstance(schema, Mapping):
-        problems.append(f"{where}.tool_schema is {schema!r:.60}; expected type and function, or null")
-        schema = None
+        yield f"{where}.class_name={name}: a class of verl's, which is not here; write class_name: {instead}"
+    for part, expected in (("config", "options by name, or {}"), ("tool_schema", "type and function, or null")):
+        if not isinstance(value := entry.get(part), Mapping | None):
+            yield f"{where}.{part} is {value!r:.60}; expected {expected}"
+
+
+def _named(entry: Mapping[str, Any]) -> Named:
     # verl's `type: native` is a tool that is a class, as every tool here.
-    options = {str(key): value for key, value in (raw_options or {}).items() if key != "type"}
-    return Named(name, options, None if schema is None else dict(schema))
+    options = {str(key): value for key, value in (entry.get("config") or {}).items() if key != "type"}
+    return Named(str(entry["class_name"]), options, entry.get("tool_schema"))

@@ -10,9 +10,10 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -32,8 +33,6 @@ from grpo_rl.types import GREEDY, Ending, Metrics, Prompt, Rollout, Sampling
 
 LOOK_S = 0.02
 """To wait for turns before another look at environments that are at work."""
-QUIET_S = 0.5
-"""Seconds to wait if no environment is at work."""
 DRAIN_S = 0.001
 """To wait for further turns that have ended with the first."""
 
@@ -78,7 +77,7 @@ class Playing(Conversation):
     """Calls of `forget` before this episode: engines may still answer requests of those."""
     asked: str | None = None
     """The id of the turn that is being sampled."""
-    began: float | None = None
+    began: float = math.inf
     """time.monotonic() of the first request."""
     counts: Counter[str] = field(default_factory=Counter)
     waits_s: list[float] = field(default_factory=list)
@@ -131,6 +130,8 @@ class EpisodePool(WholeBatches):
     episode.
     """
 
+    longest_wait_s = 0.5
+
     def __init__(
         self,
         turns: TurnPool,
@@ -146,9 +147,9 @@ class EpisodePool(WholeBatches):
         """`timeout_s` is from the first turn, `retries` for lost processes, `quiet_s` without turn or
         answer."""
         self.turns, self.environments, self.deltas = turns, environments, deltas
-        self.max_model_len, self.max_turns, self.timeout_s = max_model_len, max_turns, timeout_s
+        self.max_model_len, self.max_turns, self.timeout_s = max_model_len, max_turns or math.inf, timeout_s or math.inf
         self.retries, self.quiet_s = retries, quiet_s
-        self._playing: dict[str, Playing] = {}
+        self._wanted: dict[str, Playing] = {}
         self._of_turn: dict[str, Playing] = {}
         """Episodes by the id of the turn that is being sampled."""
         self._ended: dict[str, Rollout] = {}
@@ -176,7 +177,7 @@ class EpisodePool(WholeBatches):
         """Returns ids, by prompt and sample. `sampling.max_tokens` is for all that follows the prompt."""
         prompt_samples = [(prompt, sample) for prompt in prompts for sample in [*range(n), *([GREEDY] if greedy else [])]]
         ids = [rollout_id(prompt, sample) for prompt, sample in prompt_samples]
-        if len({*ids} - self._playing.keys() - self._ended.keys()) < len(ids):
+        if len({*ids} - self._wanted.keys() - self._ended.keys()) < len(ids):
             raise ValueError(f"some of these rollouts are being sampled already, or a prompt comes twice: {', '.join(ids[:5])}")
         self._last_news = time.monotonic()
         for name, (prompt, sample) in zip(ids, prompt_samples, strict=True):
@@ -184,24 +185,11 @@ class EpisodePool(WholeBatches):
             self._begin(Playing(name, prompt, sample, sampling_of(sampling, prompt.uid, sample), seed, wave=self._wave))
         return ids
 
-    def completed(self, wait_s: float | None = None, only: Collection[str] | None = None) -> Iterator[Rollout]:
-        """Until no episode that was asked for is missing (of `only`, if given), or for `wait_s`."""
-        deadline = None if wait_s is None else time.monotonic() + wait_s
-        while True:
-            ended_names = [name for name in self._ended if only is None or name in only]
-            for name in ended_names:
-                if name in self._ended:  # the caller may forget some
-                    yield self._ended.pop(name)
-            if ended_names:
-                continue
-            is_missing = bool(self._playing) if only is None else any(name in self._playing for name in only)
-            left_s = QUIET_S if deadline is None else min(QUIET_S, deadline - time.monotonic())
-            if not is_missing or left_s < 0:
-                return
-            self._go_on(left_s)
+    def _hand_over(self, request_id: str) -> Rollout:
+        return self._ended.pop(request_id)
 
     def forget(self, ids: Collection[str]) -> None:
-        forgotten = [self._playing.pop(name) for name in ids if name in self._playing]
+        forgotten = [self._wanted.pop(name) for name in ids if name in self._wanted]
         self._wave += bool(forgotten)
         self._withdraw(*forgotten)
         for playing in forgotten:
@@ -210,13 +198,13 @@ class EpisodePool(WholeBatches):
             self._ended.pop(name, None)
 
     def rest(self) -> None:
-        if not self._playing and not self._ended:
+        if not self._wanted and not self._ended:
             self.turns.rest()
 
     def close(self) -> None:
         self.environments.close()
 
-    def _go_on(self, wait_s: float) -> None:
+    def _collect(self, wait_s: float) -> None:
         """Take in what turns and environments have ended, for up to `wait_s`, and ask for what follows."""
         news = self._hear(0.0)
         self._ask_due()
@@ -256,22 +244,20 @@ class EpisodePool(WholeBatches):
     def _ask_due(self) -> None:
         due, self._due = self._due, {}
         if due:
-            episodes = [self._playing[name] for name in due]
+            episodes = [self._wanted[name] for name in due]
             ids = self.turns.ask([(*due[episode.id], episode.name) for episode in episodes])
             for turn, playing in zip(ids, episodes, strict=True):
                 playing.asked, self._of_turn[turn] = turn, playing
 
     def _past_deadlines(self) -> None:
-        if self.timeout_s is None:
-            return
         first = time.monotonic() - self.timeout_s
-        for playing in [episode for episode in self._playing.values() if episode.began is not None and episode.began < first]:
+        for playing in [episode for episode in self._wanted.values() if episode.began < first]:
             self._withdraw(playing)
             self._finish(playing, "time")
 
     def _begin(self, playing: Playing) -> None:
         row = playing.row
-        self._playing[playing.id] = playing
+        self._wanted[playing.id] = playing
         messages: Sequence[Mapping[str, Any]] = row.messages or ({"role": "user", "content": row.text},)
         start = {
             "uid": row.uid,
@@ -284,7 +270,7 @@ class EpisodePool(WholeBatches):
         self.environments.begin(playing.name, start)
 
     def _happened(self, event: Event) -> None:
-        playing = self._playing.get(event.episode.rpartition("#")[0])
+        playing = self._wanted.get(event.episode.rpartition("#")[0])
         if playing is None or playing.name != event.episode:  # of an attempt that is over
             return
         if event.what == "lost":
@@ -304,66 +290,53 @@ class EpisodePool(WholeBatches):
 
     def _answered(self, playing: Playing, answer: Mapping[str, Any]) -> None:
         answer = outside(answer)
-        messages = answer["messages"]
         playing.info |= answer["info"]
         playing.counts.update(answer["counts"])
         try:
-            if not playing.turns:
-                if self._is_too_long(messages):
-                    self._fail(
-                        playing, "environment_error", f"the environment adds {self._size(messages):,} characters to the prompt"
-                    )
-                    return
-                if answer["done"]:
-                    self._fail(playing, "environment_error", "the environment was done before the first turn")
-                    return
-                if answer["tools"]:
-                    playing.deltas = self._deltas_with(json.dumps(answer["tools"]))
-                self._shown_first(playing, messages, replaces=bool(answer["replaces_prompt"]))
-            elif self._goes_on(playing, messages, answer):
-                delta = (playing.deltas or self.deltas).between(
-                    messages, ended=playing.finish_reason == "stop", plain=playing.prompt.messages is None
-                )
-                playing.messages += messages
+            self._go_on(playing, answer, answer["messages"])
+        except (ConfigError, DataError) as error:
+            self._fail(playing, "environment_error", str(error))
+
+    def _go_on(self, playing: Playing, answer: Mapping[str, Any], messages: list[Any]) -> None:
+        """Finish the episode, or have its next turn sampled. Raises ConfigError and DataError."""
+        size = sum(len(message["content"]) for message in messages)
+        # Known before the messages are tokens.
+        is_too_long = size > LONGEST_TOKEN * self.max_model_len
+        if not playing.turns:
+            if is_too_long:
+                raise DataError(f"the environment adds {size:,} characters to the prompt")
+            if answer["done"]:
+                raise DataError("the environment was done before the first turn")
+            if answer["tools"]:
+                playing.deltas = self._deltas_with(json.dumps(answer["tools"]))
+            self._shown_first(playing, messages, replaces=bool(answer["replaces_prompt"]))
+        else:
+            if answer["reward"] is not None:
+                playing.turns[-1] = dataclasses.replace(playing.turns[-1], reward=answer["reward"])
+            ended: Ending | None = None
+            if answer["done"]:
+                ended = "done"
+            elif playing.finish_reason != "stop":
+                ended = "tokens"
+            elif len(playing.turns) >= self.max_turns:
+                ended = "turns"
+            elif is_too_long:
+                ended = "tokens"
+            elif not messages:
+                raise DataError("an observation that does not end the episode has no message")
+            if ended is None:
+                between = (playing.deltas or self.deltas).between
+                plain = playing.prompt.messages is None
+                delta = between(messages, ended=playing.finish_reason == "stop", plain=plain)
                 playing.add_context(delta.token_ids)
                 if delta.control_words:
                     playing.counts["control_words"] += 1
-            else:
+            playing.messages += messages
+            if ended is not None:
+                self._finish(playing, ended)
                 return
-        except (ConfigError, DataError) as error:
-            self._fail(playing, "environment_error", str(error))
-            return
         playing.comes_to(answer["state"], messages)
         self._next_turn(playing)
-
-    def _goes_on(self, playing: Playing, messages: list[Any], answer: Mapping[str, Any]) -> bool:
-        """Note a turn's reward; whether another turn follows. If none does, the episode is finished."""
-        if answer["reward"] is not None:
-            playing.turns[-1] = dataclasses.replace(playing.turns[-1], reward=answer["reward"])
-        ended: Ending | None = None
-        if answer["done"]:
-            ended = "done"
-        elif playing.finish_reason != "stop":
-            ended = "tokens"
-        elif self.max_turns is not None and len(playing.turns) >= self.max_turns:
-            ended = "turns"
-        elif self._is_too_long(messages):
-            ended = "tokens"
-        if ended is not None:
-            playing.messages += messages
-            self._finish(playing, ended)
-        elif not messages:
-            self._fail(playing, "environment_error", "an observation that does not end the episode has no message")
-            return False
-        return ended is None
-
-    def _is_too_long(self, messages: list[Any]) -> bool:
-        """Known before the messages are tokens."""
-        return self._size(messages) > LONGEST_TOKEN * self.max_model_len
-
-    @staticmethod
-    def _size(messages: list[Any]) -> int:
-        return sum(len(message["content"]) for message in messages)
 
     def _shown_first(self, playing: Playing, messages: list[Any], *, replaces: bool) -> None:
         """The environment adds messages to the prompt, or `replaces` it by them."""
@@ -385,21 +358,19 @@ class EpisodePool(WholeBatches):
             self._shown[key] = dataclasses.replace(
                 row, token_ids=np.asarray(ids, dtype=np.int32), text=text, messages=all_messages
             )
-            if len(self._shown) > 4 * len(self._playing) + 16:
+            if len(self._shown) > 4 * len(self._wanted) + 16:
                 del self._shown[next(iter(self._shown))]
         playing.prompt = self._shown[key]
 
     def _next_turn(self, playing: Playing) -> None:
         room = playing.room(self.max_model_len)
         if room < 1:
-            if playing.turns:
-                self._finish(playing, "tokens")
-            else:
+            if not playing.turns:
                 limit = f"the engine's longest sequence of {self.max_model_len} tokens"
-                self._fail(playing, "environment_error", f"the prompt with what the environment adds leaves no room in {limit}")
+                raise DataError(f"the prompt with what the environment adds leaves no room in {limit}")
+            self._finish(playing, "tokens")
             return
-        if playing.began is None:
-            playing.began = time.monotonic()
+        playing.began = min(playing.began, time.monotonic())
         sampling = turn_sampling(playing.sampling, len(playing.turns), room)
         uid = f"{playing.name}/turn-{len(playing.turns)}"
         prompt = Prompt(uid, playing.context(), "", playing.prompt.data_source)
@@ -415,7 +386,6 @@ class EpisodePool(WholeBatches):
         playing.add_turn(turn, text)
         # Calls inside of a thought are none, also of one that the template has opened.
         opened = self.deltas.opened_thought if playing.prompt.messages is not None else ""
-        is_last = self.max_turns is not None and len(playing.turns) >= self.max_turns
         self.environments.step(
             playing.name,
             {
@@ -424,7 +394,7 @@ class EpisodePool(WholeBatches):
                 "raw_text": opened + self.deltas.turn_text(ids, special=True),
                 "finish_reason": turn.finish_reason,
                 "token_ids": ids.tolist(),
-                "is_last": is_last,
+                "is_last": len(playing.turns) >= self.max_turns,
                 "context_tokens": playing.turns[-1].context_tokens,
             },
         )
@@ -449,5 +419,5 @@ class EpisodePool(WholeBatches):
 
     def _finish(self, playing: Playing, ended: Ending, failure: tuple[str, str] | None = None) -> None:
         self.environments.end(playing.name)
-        del self._playing[playing.id]
+        del self._wanted[playing.id]
         self._ended[playing.id] = playing.rollout(ended, failure)

@@ -61,7 +61,7 @@ class EpisodeSetup:
     @property
     def roles(self) -> tuple[str, ...]:
         """Of messages between assistant turns."""
-        return (*(("tool",) if self.schemas else ()), *(("user",) if self.host.environment is not None else ()))
+        return ("tool",) * bool(self.schemas) + ("user",) * (self.host.environment is not None)
 
     def deltas(self, tokenizer: Any, stop_ids: frozenset[int]) -> ChatDeltas:
         return ChatDeltas(Renderer(self.data(tokenizer), tokenizer), tokenizer, stop_ids)

@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grpo_rl.errors import WeightVersionError
 from grpo_rl.types import GREEDY, Completion, Prompt, Request, Rollout, Sampling
@@ -39,6 +39,43 @@ def turn_sampling(sampling: Sampling, turn: int, max_tokens: int) -> Sampling:
 
 
 class WholeBatches:
+    """Rollouts by their ids: those that are `_wanted`, and those that have `_ended`."""
+
+    longest_wait_s = 4.0
+    _wanted: dict[str, Any]
+    _ended: dict[str, Any]
+
+    def _collect(self, wait_s: float) -> None:
+        """Add completions to `_ended`; wait up to `wait_s` for the first."""
+        raise NotImplementedError
+
+    def _hand_over(self, request_id: str) -> Rollout:
+        raise NotImplementedError
+
+    def completed(self, wait_s: float | None = None, only: Collection[str] | None = None) -> Iterator[Rollout]:
+        """Yield rollouts as they end, until none of `only` is missing, or for `wait_s` seconds.
+
+        Others are kept for a later call. More may be submitted meanwhile, and an iteration that is given up
+        loses nothing. Raises WeightVersionError for a token of weights older than `max_staleness` allows,
+        ClusterError if a replica cannot be replaced, or nothing ends for `trainer.step_timeout_s`.
+        """
+        deadline = None if wait_s is None else time.monotonic() + wait_s
+        chosen = None if only is None else set(only)
+        while True:
+            ready = [name for name in self._ended if chosen is None or name in chosen]
+            for name in ready:
+                # The caller may do anything between two of them, such as to forget some.
+                if name in self._ended:
+                    yield self._hand_over(name)
+            if ready:
+                continue
+            if not self._wanted or (chosen is not None and chosen.isdisjoint(self._wanted)):
+                return
+            left_s = self.longest_wait_s if deadline is None else min(self.longest_wait_s, deadline - time.monotonic())
+            if left_s < 0:
+                return
+            self._collect(left_s)
+
     def generate(
         self: RolloutPool,
         prompts: Sequence[Prompt],
@@ -65,8 +102,6 @@ class WholeBatches:
 class RequestPool(WholeBatches):
     """What pools of engines share; `protocols.RolloutPool` documents its methods."""
 
-    longest_wait_s = 4.0
-
     def __init__(self, max_staleness: int | None) -> None:
         self.max_staleness = max_staleness
         self.version = 0
@@ -76,10 +111,6 @@ class RequestPool(WholeBatches):
 
     def _send(self, requests: list[Request], *, at_once: bool) -> None:
         """Give requests to the engines now, or with the next `_collect`."""
-        raise NotImplementedError
-
-    def _collect(self, wait_s: float) -> None:
-        """Add completions to `_ended`; wait up to `wait_s` for the first."""
         raise NotImplementedError
 
     def submit(self, prompts: Sequence[Prompt], n: int, sampling: Sampling, *, greedy: bool = False) -> list[str]:
@@ -108,30 +139,6 @@ class RequestPool(WholeBatches):
         self._wanted |= rollouts
         self._send(requests, at_once=at_once)
         return list(rollouts)
-
-    def completed(self, wait_s: float | None = None, only: Collection[str] | None = None) -> Iterator[Rollout]:
-        """Yield rollouts as they end, until none of `only` is missing, or for `wait_s` seconds.
-
-        Others are kept for a later call. More may be submitted meanwhile, and an iteration that is given up
-        loses nothing. Raises WeightVersionError for a token of weights older than `max_staleness` allows,
-        ClusterError if a replica cannot be replaced, or nothing ends for `trainer.step_timeout_s`.
-        """
-        deadline = None if wait_s is None else time.monotonic() + wait_s
-        chosen = None if only is None else set(only)
-        while True:
-            ready = [name for name in self._ended if chosen is None or name in chosen]
-            for name in ready:
-                # The caller may do anything between two of them, such as to forget some.
-                if name in self._ended:
-                    yield self._hand_over(name)
-            if ready:
-                continue
-            if not self._wanted or (chosen is not None and chosen.isdisjoint(self._wanted)):
-                return
-            left_s = self.longest_wait_s if deadline is None else min(self.longest_wait_s, deadline - time.monotonic())
-            if left_s < 0:
-                return
-            self._collect(left_s)
 
     def forget(self, ids: Collection[str]) -> None:
         for name in ids:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from grpo_rl.data.rows import LARGEST_ROW, BadRow, NotJson, Row
-from grpo_rl.data.sources.source import Rows, RowSource
+from grpo_rl.data.sources.source import Rows, RowSource, as_row
 from grpo_rl.errors import DataError
 
 BLOCK = 8 * 2**20
@@ -42,14 +42,12 @@ class JsonLines(RowSource):
         where = self.where(index)
         if size > LARGEST_ROW:
             raise BadRow(f"{where}: the line has {size} bytes; expected at most {LARGEST_ROW}")
-        return parse_row(os.pread(self._file.fileno(), size, start), where, start)
+        return as_row(_parsed(os.pread(self._file.fileno(), size, start), lambda line: where, start), where)
 
 
 def open_json(name: str, path: Path, most_bytes: int | None = None) -> RowSource:
     file = path.open("rb")
     head = os.pread(file.fileno(), 4096, 0)
-    if not head:
-        raise DataError(f"{name}: the file is empty")
     if head.startswith(BYTE_ORDER_MARKS):
         raise DataError(f"{name}, line 1: the file starts with a byte-order mark; save it as UTF-8 without one")
     size = path.stat().st_size
@@ -63,16 +61,8 @@ def open_json(name: str, path: Path, most_bytes: int | None = None) -> RowSource
     return Rows(name, _parsed(os.pread(file.fileno(), size, 0), lambda line: f"{name}, line {line}"), size)
 
 
-def parse_row(data: bytes, where: str, start: int = 0) -> Row:
-    """`start` is the line's place in the file."""
-    row = _parsed(data, lambda line: where, start)
-    if not isinstance(row, dict):
-        raise BadRow(f"{where}: expected an object with the row's columns, found {type(row).__name__}")
-    return row
-
-
 def _parsed(data: bytes, where: Callable[[int], str], start: int = 0) -> Any:
-    """`where` gives the place of a line. Raises BadRow and nothing else."""
+    """`where` gives the place of a line, `start` that of the data in the file. Raises BadRow and nothing else."""
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -63,13 +63,14 @@ def data_files(name: str) -> list[tuple[str, Path]]:
     return files
 
 
-def _file(name: str, path: Path) -> RowSource:
+def _file(name: str, path: Path, *, is_head: bool = False) -> RowSource:
+    """With `is_head` the first rows alone."""
     try:
         if path.name.endswith(TABLE_SUFFIXES):
             from grpo_rl.data.sources.tables import open_table  # pyarrow: a tenth of a second, in runs that read such files
 
-            return open_table(name, path)
-        return open_json(name, path)
+            return open_table(name, path, FIRST_ROWS if is_head else None)
+        return open_json(name, path, FIRST_BYTES if is_head else None)
     except OSError as error:
         raise DataError(f"{name}: cannot be read: {first_line(error)}") from error
 
@@ -168,14 +169,8 @@ def _heads(name: str) -> list[RowSource]:
             return [Rows(name, [open_source(name).row(0)])]
         except (ConfigError, DataError, LookupError):
             return []  # reported where its rows are counted
-    heads: list[RowSource] = []
-    for label, path in [] if name.startswith(HUB_PREFIX) else data_files(name):
-        if path.name.endswith(TABLE_SUFFIXES):
-            from grpo_rl.data.sources.tables import first_rows  # which loads pyarrow
-
-            heads.append(first_rows(label, path, FIRST_ROWS))
-        else:
-            heads.append(open_json(label, path, FIRST_BYTES))
-        if not len(heads[-1]):
-            raise DataError(f"{label}: the file has no rows")
+    heads = [_file(label, path, is_head=True) for label, path in ([] if name.startswith(HUB_PREFIX) else data_files(name))]
+    for head in heads:
+        if len(head) == 0:
+            raise DataError(f"{head.name}: the file has no rows")
     return heads

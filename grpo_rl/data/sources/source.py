@@ -51,10 +51,13 @@ class Rows(RowSource):
         return len(self._rows)
 
     def row(self, index: int) -> Row:
-        row = self._rows[index]
-        if not isinstance(row, dict):
-            raise BadRow(f"{self.where(index)}: expected an object with the row's columns, found {type(row).__name__}")
-        return {key: plain(value) for key, value in row.items()}
+        return {key: plain(value) for key, value in as_row(self._rows[index], self.where(index)).items()}
+
+
+def as_row(value: Any, where: str) -> Row:
+    if not isinstance(value, dict):
+        raise BadRow(f"{where}: expected an object with the row's columns, found {type(value).__name__}")
+    return value
 
 
 class UserRows(Rows):

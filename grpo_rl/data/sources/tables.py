@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import csv
+import io
 import itertools
 import json
-import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,25 +17,19 @@ import pyarrow.parquet
 
 from grpo_rl.data.rows import LARGEST_ROW, BadRow, Row, plain
 from grpo_rl.data.sources.jsonl import first_line
-from grpo_rl.data.sources.source import RowSource
+from grpo_rl.data.sources.source import Rows
 from grpo_rl.errors import DataError
+from grpo_rl.run_files import write_whole
 
 READ_ROWS = 4096
 
 
-class Table(RowSource):
+class Table(Rows):
     """The rows of an Arrow table, which may be larger than memory."""
-
-    def __init__(self, name: str, table: Any, num_bytes: int = 0) -> None:
-        self.name, self.num_bytes = name, num_bytes
-        self._table = table
-
-    def __len__(self) -> int:
-        return int(self._table.num_rows)
 
     def row(self, index: int) -> Row:
         row, where = {}, self.where(index)
-        for column, values in zip(self._table.column_names, self._table.columns, strict=True):
+        for column, values in zip(self._rows.column_names, self._rows.columns, strict=True):
             try:
                 value = values[index].as_py(maps_as_pydicts="strict")
             except (UnicodeDecodeError, ValueError, OverflowError, KeyError) as error:
@@ -46,28 +40,26 @@ class Table(RowSource):
         return row
 
 
-def open_table(name: str, path: Path) -> Table:
-    """A row group of parquet, up to a million rows, and a compressed batch of Arrow can only be read whole.
-    The file is therefore copied once into an Arrow file without a name in the system's temporary folder."""
-    copy = tempfile.TemporaryFile()  # noqa: SIM115
+def open_table(name: str, path: Path, num_rows: int | None = None) -> Table:
+    """All rows, or up to `num_rows` of the first ones.
+
+    A row group of parquet, up to a million rows, and a compressed batch of Arrow can only be read whole.
+    The file is therefore copied once into an Arrow file without a name in the system's temporary folder.
+    """
     try:
-        schema, batches = _batches(path, READ_ROWS)
+        schema, batches = _batches(path, num_rows or READ_ROWS)
+        if num_rows is not None:
+            return Table(name, pyarrow.Table.from_batches(itertools.islice(batches, 1), schema))
+        copy = tempfile.TemporaryFile()  # noqa: SIM115
         with pyarrow.ipc.new_stream(copy, schema) as writer:
             for batch in batches:
                 writer.write_batch(batch)
         copy.flush()
         table = pyarrow.ipc.open_stream(pyarrow.memory_map(f"/proc/self/fd/{copy.fileno()}")).read_all()
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise _unreadable(name, path, error) from error
+        kind = {".parquet": "parquet", ".csv": "CSV"}.get(path.suffix, "Arrow")
+        raise DataError(f"{name}: not a readable {kind} file: {first_line(error)}") from error
     return Table(name, table, path.stat().st_size)
-
-
-def first_rows(name: str, path: Path, num_rows: int) -> Table:
-    try:
-        schema, batches = _batches(path, num_rows)
-        return Table(name, pyarrow.Table.from_batches(itertools.islice(batches, 1), schema))
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise _unreadable(name, path, error) from error
 
 
 def _without_fillers(value: Any, in_list: bool = False) -> Any:
@@ -82,19 +74,15 @@ def _without_fillers(value: Any, in_list: bool = False) -> Any:
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """The file is complete or not there at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         if path.suffix == ".jsonl":
-            temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+            content = "".join(json.dumps(row) + "\n" for row in rows).encode()
         else:
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), buffer := io.BytesIO())
+            content = buffer.getvalue()
     except pyarrow.ArrowException as error:
         raise DataError(f"{path}: the rows have no common columns ({first_line(error)}); give a .jsonl") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(path, content, durable=True)
 
 
 def _batches(path: Path, num_rows: int) -> tuple[Any, Iterator[Any]]:
@@ -131,8 +119,3 @@ def _csv_batches(path: Path) -> tuple[Any, Iterator[Any]]:
         ),
     )
     return reader.schema, iter(reader)
-
-
-def _unreadable(name: str, path: Path, error: Exception) -> DataError:
-    kind = {".parquet": "parquet", ".csv": "CSV"}.get(path.suffix, "Arrow")
-    return DataError(f"{name}: not a readable {kind} file: {first_line(error)}")

@@ -124,22 +124,18 @@ def split_of(problem: Problem) -> Split:
 def _draw_new(rng: random.Random, forms: list[Form], split: str, seen: set[Problem], *, must_carry: bool) -> Problem:
     tries = 0
     while True:
-        problem = _draw(rng, rng.choice(forms))
+        form = rng.choice(forms)
+        left, right = (
+            rng.randint(10 ** (digits - 1) if digits > 1 else 0, 10**digits - 1)
+            for digits in (form.left_digits, form.right_digits)
+        )
+        if form.operation == "-" and left < right:
+            left, right = right, left
+        problem = Problem(left, form.operation, right)
         if split_of(problem) == split and not (must_carry and without_carries(problem) == problem.answer):
             tries += 1
             if problem not in seen or tries >= TRIES_FOR_A_NEW_PROBLEM:
                 return problem
-
-
-def _draw(rng: random.Random, form: Form) -> Problem:
-    first, right = _operand(rng, form.left_digits), _operand(rng, form.right_digits)
-    if form.operation == "-" and first < right:
-        first, right = right, first
-    return Problem(first, form.operation, right)
-
-
-def _operand(rng: random.Random, digits: int) -> int:
-    return rng.randint(0 if digits == 1 else 10 ** (digits - 1), 10**digits - 1)
 
 
 def _parse_form(text: str) -> Form:

@@ -72,8 +72,9 @@ def _drawn(level: Level, split: Split, seed: str) -> tuple[str, dict[str, Any]]:
     fields: dict[str, Any] = {"name": choice("names"), "age": rng.randint(18, 79), "city": choice("cities")}
     if level == "easy":
         return choice("phrasings").format(**fields), fields
-    fields["age"] = fields["age"] if rng.random() < 0.7 else None
-    fields["city"] = fields["city"] if rng.random() < 0.7 else None
+    for key in ("age", "city"):
+        if rng.random() >= 0.7:
+            fields[key] = None
     hobbies = fields["hobbies"] = rng.sample(_WORDS["hobbies"][split], rng.choice((0, 1, 2, 3)))
     listed = fields | {"hobbies": " and ".join(filter(None, [", ".join(hobbies[:-1]), *hobbies[-1:]]))}
     details = [rng.choice(wordings[split]).format(**listed) for key, wordings in _WORDS["details"].items() if fields[key]]

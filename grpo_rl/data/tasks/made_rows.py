@@ -4,7 +4,7 @@ import hashlib
 import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 from grpo_rl.data.rows import Row
 from grpo_rl.errors import ConfigError
@@ -28,22 +28,14 @@ class LazyRows(Sequence[Row]):
     """`make(index)` must depend on nothing but its index. Nothing is kept."""
 
     def __init__(self, num_rows: int, make: Callable[[int], Row]) -> None:
-        self._num_rows = num_rows
-        self._make = make
+        self._numbers, self._make = range(num_rows), make
 
     def __len__(self) -> int:
-        return self._num_rows
+        return len(self._numbers)
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        if isinstance(index, slice):
-            return [self._make(position) for position in range(*index.indices(self._num_rows))]
-        if not -self._num_rows <= index < self._num_rows:
-            raise IndexError(index)
-        return self._make(index % self._num_rows)
+    def __getitem__(self, index: Any) -> Any:
+        numbers = self._numbers[index]
+        return list(map(self._make, numbers)) if isinstance(numbers, range) else self._make(numbers)
 
 
 def refuse(name: str, *rules: tuple[bool, str]) -> None:
@@ -70,15 +62,11 @@ def typed_options(what: str, function: Callable[..., Any], texts: Mapping[str, s
 
 
 def _value(what: str, text: str, kind: Any) -> Any:
-    if typing.get_origin(kind) is Literal:
-        choices = typing.get_args(kind)
-        if text not in choices:
-            raise ConfigError(f"{what}={text} must be one of {', '.join(choices)}")
-        return text
-    if kind is bool:
-        if text not in ("true", "false"):
-            raise ConfigError(f"{what}={text} must be true or false")
-        return text == "true"
+    choices = {"true": True, "false": False} if kind is bool else {choice: choice for choice in typing.get_args(kind)}
+    if choices and text not in choices:
+        raise ConfigError(f"{what}={text} must be one of {', '.join(choices)}")
+    if choices:
+        return choices[text]
     try:
         return kind(text)
     except ValueError:

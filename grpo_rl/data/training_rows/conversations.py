@@ -24,12 +24,13 @@ from grpo_rl.data.rows import (
     Message,
     Row,
     at,
+    at_difference,
     check_row,
     column,
+    expect,
     from_json,
     messages_of,
     prompt_of,
-    shared_length,
     wrong,
 )
 from grpo_rl.data.tasks.registry import task_rows
@@ -105,16 +106,11 @@ def _messages(value: Any, key: str) -> list[Message]:
 
 
 def _options(row: Row, config: DataConfig) -> dict[str, Any]:
-    options: dict[str, Any] = {}
     tools = from_json(column(row, config.tools_key, optional=True) or None, config.tools_key)
-    if tools is not None and not isinstance(tools, list):
-        raise wrong(config.tools_key, tools, "a list of tools, or nothing")
-    if tools:
-        options["tools"] = tools
+    expect(tools, list | None, config.tools_key, "a list of tools, or nothing")
     thinking = column(row, config.enable_thinking_key, optional=True)
-    if thinking is not None and not isinstance(thinking, bool):
-        raise wrong(config.enable_thinking_key, thinking, "true, false or nothing")
-    return options if thinking is None else options | {"enable_thinking": thinking}
+    expect(thinking, bool | None, config.enable_thinking_key, "true, false or nothing")
+    return ({"tools": tools} if tools else {}) | ({} if thinking is None else {"enable_thinking": thinking})
 
 
 class Tokenizing:
@@ -150,7 +146,7 @@ class Tokenizing:
             prompt_ids = words.ids(prompt, add_special_tokens=plain)
             if len(prompt_ids) == rendered.prompt_length:
                 break
-        if len(prompt_ids) != rendered.prompt_length:
+        else:
             raise BadRow(
                 f"this tokenizer makes {len(self._ids(rendered.prompt))} tokens of the prompt, and the run that sampled the response had "
                 f"{rendered.prompt_length}: it was another one; expected rollouts of a model with the same tokenizer"
@@ -202,7 +198,7 @@ class Tokenizing:
             extended = self.renderer.text(messages[: number + 1], add_generation_prompt=False, **chat.options)
             for text, what in ((prefix, f"message {number - 1}"), (extended, f"message {number}, the assistant's,")):
                 if texts and not text.startswith(texts[-1]):
-                    raise BadRow(f"{_rewritten(texts[-1], text, what)}")
+                    raise BadRow(_rewritten(texts[-1], text, what))
                 texts.append(text)
             if extended == prefix:
                 raise BadRow(f"the chat template makes nothing of message {number}, the assistant's")
@@ -213,11 +209,8 @@ class Tokenizing:
 
         The model answers after the prompt's own tokens. Raises BadRow if that makes another text.
         """
-        ids: list[list[int]] = []
-        done = ""
-        for text in texts:
-            ids.append([*(ids[-1] if ids else []), *self._ids(text.removeprefix(done))])
-            done = text
+        pieces = [self._ids(text.removeprefix(before)) for before, text in itertools.pairwise(["", *texts])]
+        ids = list(itertools.accumulate(pieces))
         decoded = self.tokenizer.decode(ids[-1], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if decoded != unmarked(texts[-1]):
             raise BadRow(
@@ -239,12 +232,10 @@ def _predictable(demonstration: Demonstration) -> Demonstration:
 
 
 def _rewritten(old: str, new: str, what: str) -> str:
-    old, new = unmarked(old), unmarked(new)
-    place = shared_length(old, new)
-    start = max(0, place - 20)
+    before, after = at_difference(unmarked(old), unmarked(new))
     return (
         f"the chat template does not only append: with {what} the text before it is another one, "
-        f"{old[start : place + 30]!r} became {new[start : place + 30]!r}; so the assistant's tokens cannot be found exactly. "
+        f"{before!r} became {after!r}; so the assistant's tokens cannot be found exactly. "
         "Give a data.chat_template that appends, or marks them by {% generation %}, or rows of one assistant turn"
     )
 
@@ -285,7 +276,8 @@ def cut_to(demonstration: Demonstration, limit: int, side: str) -> Demonstration
 
 def supervised_batch(demonstrations: Sequence[Demonstration]) -> Batch:
     prompt_lengths = [int(demonstration.positions[0]) for demonstration in demonstrations]
-    return batch_of_sequences(demonstrations, prompt_lengths, rewards=1.0)
+    positions = [demonstration.positions for demonstration in demonstrations]
+    return batch_of_sequences([demonstration.token_ids for demonstration in demonstrations], prompt_lengths, 1.0, positions)
 
 
 def task_demonstrations(task: str, tokenizer: Any) -> list[Demonstration]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.prompts import Renderer
-from grpo_rl.data.row_set import TrainingSet
+from grpo_rl.data.row_set import TrainingSet, batch_of_sequences
 from grpo_rl.data.rows import (
     Asked,
     BadRow,
@@ -56,30 +56,27 @@ class Pair:
 def pair_texts(row: Row, config: DataConfig, *, with_margin: bool = False) -> PairTexts:
     """Raises BadRow, also for two equal sides, and sides that are no answer to one prompt."""
     check_row(row)
-    chosen, rejected = (column(row, key) for key in (config.chosen_key, config.rejected_key))
-    prompt = column(row, config.prompt_key, optional=True)
-    if isinstance(chosen, list) or isinstance(rejected, list):
-        texts = _of_messages(prompt, chosen, rejected, config)
-    else:
-        texts = _of_texts(prompt, chosen, rejected, config)
-    for key, text in ((config.chosen_key, texts[1]), (config.rejected_key, texts[2])):
+    keys = config.chosen_key, config.rejected_key
+    sides = [column(row, key) for key in keys]
+    read = _of_messages if any(isinstance(side, list) for side in sides) else _of_texts
+    prompt, *answers = read(column(row, config.prompt_key, optional=True), sides, keys, config.prompt_key)
+    for key, text in zip(keys, answers, strict=True):
         if not text.strip():
             raise BadRow(f"column {key!r} has an empty answer; expected one with text")
-    if texts[1] == texts[2]:
-        raise BadRow(
-            f"columns {config.chosen_key!r} and {config.rejected_key!r} have the same answer; expected two that differ"
-        )
+    if answers[0] == answers[1]:
+        raise BadRow(f"columns {keys[0]!r} and {keys[1]!r} have the same answer; expected two that differ")
     margin = row.get("margin") if with_margin else None
-    if margin is not None and math.isnan(finite(margin)):
-        raise wrong("margin", margin, "a finite number or nothing")
-    return *texts, None if margin is None else finite(margin)
+    if margin is not None and math.isnan(margin := finite(margin)):
+        raise wrong("margin", row["margin"], "a finite number or nothing")
+    return prompt, answers[0], answers[1], margin
 
 
-def _of_texts(prompt: Any, chosen: Any, rejected: Any, config: DataConfig) -> tuple[Asked, str, str]:
-    for key, text in ((config.chosen_key, chosen), (config.rejected_key, rejected)):
+def _of_texts(prompt: Any, sides: list[Any], keys: Sequence[str], prompt_key: str) -> tuple[Asked, str, str]:
+    for key, text in zip(keys, sides, strict=True):
         expect(text, str, key, "a text, or a list of {role, content} messages")
+    chosen, rejected = sides
     if prompt is not None:
-        return prompt_of(prompt, config.prompt_key), chosen, rejected
+        return prompt_of(prompt, prompt_key), chosen, rejected
     # What both begin with, up to a space: where exactly it ends changes no difference of their log-probs, and a word
     # that is cut in two would be made of other tokens.
     shared = shared_length(chosen, rejected)
@@ -88,37 +85,34 @@ def _of_texts(prompt: Any, chosen: Any, rejected: Any, config: DataConfig) -> tu
     shared_text = chosen[:shared].rstrip()
     if not shared_text:
         raise BadRow(
-            f"there is no column {config.prompt_key!r}, and {config.chosen_key!r} and {config.rejected_key!r} do not begin with the "
+            f"there is no column {prompt_key!r}, and {keys[0]!r} and {keys[1]!r} do not begin with the "
             "same words, which would be the prompt"
         )
     return shared_text, chosen[len(shared_text) :], rejected[len(shared_text) :]
 
 
-def _of_messages(prompt: Any, chosen: Any, rejected: Any, config: DataConfig) -> tuple[Asked, str, str]:
+def _of_messages(prompt: Any, sides: list[Any], keys: Sequence[str], prompt_key: str) -> tuple[Asked, str, str]:
     """Answers are one message from the assistant, or a conversation that ends with it."""
-    sides = []
-    for key, side in ((config.chosen_key, chosen), (config.rejected_key, rejected)):
+    for key, side in zip(keys, sides, strict=True):
         expect(side, list, key, "a list of {role, content} messages, as the other side has")
-        sides.append(messages_of(side, key))
-    start = [] if not isinstance(prompt, list) else prompt_of(prompt, config.prompt_key)
-    assert isinstance(start, list)
+    start = messages_of(prompt, prompt_key) if isinstance(prompt, list) else []
     # A conversation may be given whole although its prompt has a column.
-    sides = [side[len(start) :] if start and side[: len(start)] == start else side for side in sides]
-    shared = shared_length(sides[0][:-1], sides[1][:-1])
-    messages = [*start, *sides[0][:shared]]
+    conversations = [messages_of(side, key) for key, side in zip(keys, sides, strict=True)]
+    chosen, rejected = (side[len(start) :] if side[: len(start)] == start else side for side in conversations)
+    shared = shared_length(chosen[:-1], rejected[:-1])
+    messages = [*start, *chosen[:shared]]
     if isinstance(prompt, str):
-        user_texts = [message["content"] for message in messages if message["role"] == "user"]
         if not messages:
             messages = [{"role": "user", "content": prompt}]
-        elif prompt not in user_texts:
-            raise wrong(config.prompt_key, prompt, f"what the user says in {config.chosen_key!r} and {config.rejected_key!r}")
+        elif prompt not in [message["content"] for message in messages if message["role"] == "user"]:
+            raise wrong(prompt_key, prompt, f"what the user says in {keys[0]!r} and {keys[1]!r}")
     if not messages:
-        raise BadRow(f"there is no prompt: neither a column {config.prompt_key!r} nor messages that both sides begin with")
-    for key, side in zip((config.chosen_key, config.rejected_key), sides, strict=True):
+        raise BadRow(f"there is no prompt: neither a column {prompt_key!r} nor messages that both sides begin with")
+    for key, side in zip(keys, (chosen, rejected), strict=True):
         if len(side) != shared + 1 or side[-1]["role"] != "assistant":
             roles = ", ".join(message["role"] for message in side[shared:])
             raise BadRow(f"column {key!r} goes on with messages of {roles}; expected one of the assistant")
-    return messages, sides[0][-1]["content"], sides[1][-1]["content"]
+    return messages, chosen[-1]["content"], rejected[-1]["content"]
 
 
 class PairSet(TrainingSet[Pair]):
@@ -146,25 +140,20 @@ def tokenized_pair(texts: PairTexts, renderer: Renderer, sampled: Sequence[Any] 
     """Answers that a run `sampled` keep their tokens. Raises BadRow."""
     prompt, *answers, margin = texts
     prompt_ids, made = _tokens(prompt, answers, renderer)
-    ids = [renderer.sampled(ids, answer) for ids, answer in zip(sampled, answers, strict=True)]
     chosen_ids, rejected_ids = (
-        made_ids if sampled_ids is None else np.asarray(sampled_ids, np.int32)
-        for sampled_ids, made_ids in zip(ids, made, strict=True)
+        np.asarray(renderer.sampled(ids, answer) or made_ids, np.int32)
+        for ids, answer, made_ids in zip(sampled, answers, made, strict=True)
     )
     if np.array_equal(chosen_ids, rejected_ids):
         raise BadRow("the two answers have the same tokens")
     return Pair(prompt_ids, chosen_ids, rejected_ids, margin)
 
 
-def _tokens(prompt_row: Asked, answers: Sequence[str], renderer: Renderer) -> tuple[np.ndarray, list[np.ndarray]]:
-    prompt = renderer.render(prompt_row)
-    texts = [renderer.answer(prompt_row, prompt, answer) for answer in answers]
-    (prompt_ids,) = renderer.tokenize([prompt_row], [prompt])
-    if not prompt_ids:
-        raise BadRow("the prompt has no tokens")
-    return np.asarray(prompt_ids, np.int32), [
-        np.asarray(ids, np.int32) for ids in renderer.tokenize_answers(texts, isinstance(prompt_row, str))
-    ]
+def _tokens(prompt: Asked, answers: Sequence[str], renderer: Renderer) -> tuple[np.ndarray, list[list[int]]]:
+    rendered = renderer.render(prompt)
+    texts = [renderer.answer(prompt, rendered, answer) for answer in answers]
+    prompt_ids = np.asarray(renderer.prompt_ids(prompt, rendered), np.int32)
+    return prompt_ids, renderer.tokenize_answers(texts, isinstance(prompt, str))
 
 
 @frozen
@@ -217,22 +206,17 @@ class LabelledSet(TrainingSet[Labelled]):
     def _tokenized(self, row: Row) -> Labelled:
         prompt, text, label = labelled_texts(row, self.config)
         prompt_ids, (answer_ids,) = _tokens(prompt, [text], self.renderer)
-        return Labelled(prompt_ids, answer_ids, label)
+        return Labelled(prompt_ids, np.asarray(answer_ids, np.int32), label)
 
 
 def pair_batch(pairs: Sequence[Pair]) -> Batch:
     """The chosen one of each pair is first: pair p is group p."""
-    prompts = [pair.prompt_ids for pair in pairs for _ in range(2)]
-    answers = [ids for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)]
-    pieces = [ids for ids_of_pair in zip(prompts, answers, strict=True) for ids in ids_of_pair]
-    response_lengths_N = torch.tensor(list(map(len, answers)), dtype=torch.long)
+    sides = [(pair.prompt_ids, ids) for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)]
+    batch = batch_of_sequences([np.concatenate(side) for side in sides], [len(prompt) for prompt, _ in sides], 0.0)
     margins_N = torch.tensor([pair.margin or 0.0 for pair in pairs]).repeat_interleave(2)
     return with_sides(
-        Batch(
-            prompt_lengths_N=torch.tensor(list(map(len, prompts)), dtype=torch.long),
-            response_lengths_N=response_lengths_N,
+        batch.replace(
             group_N=torch.arange(len(pairs)).repeat_interleave(2),
-            token_ids_S=torch.from_numpy(np.concatenate(pieces, dtype=np.int32) if pieces else np.empty(0, dtype=np.int32)),
             rewards_N=torch.tensor([1.0, 0.0]).repeat(len(pairs)),
             margins_N=margins_N if any(pair.margin is not None for pair in pairs) else None,
         )

@@ -87,7 +87,7 @@ def tokenized_steps(texts: RatedTexts, renderer: Renderer, separator: str) -> Ra
     (`rewards/models/rendering.py`). Raises BadRow for two steps that end in one token.
     """
     prompt, steps, labels = texts
-    (prompt_ids,) = renderer.tokenize([prompt], [renderer.render(prompt)])
+    prompt_ids = renderer.prompt_ids(prompt, renderer.render(prompt))
     words = renderer.words
     text, ends = "", []
     for step in steps:
@@ -99,8 +99,6 @@ def tokenized_steps(texts: RatedTexts, renderer: Renderer, separator: str) -> Ra
     places = [bisect_left(starts, end) - 1 for end in ends]
     if len(set(places)) < len(places):
         raise BadRow(f"two of its {len(places)} steps end in the same token")
-    if not prompt_ids:
-        raise BadRow("the prompt has no tokens")
     labelled = [(len(prompt_ids) + place, label) for place, label in zip(places, labels, strict=True) if label is not None]
     return RatedSteps(
         np.asarray([*prompt_ids, *encoded["input_ids"]], dtype=np.int32),
@@ -113,4 +111,7 @@ def tokenized_steps(texts: RatedTexts, renderer: Renderer, separator: str) -> Ra
 def rated_batch(rows: Sequence[RatedSteps]) -> Batch:
     """Each solution is a group; trained are the ends of the labelled steps."""
     labels_T = torch.from_numpy(np.concatenate([row.labels for row in rows]))
-    return batch_of_sequences(rows, [row.prompt_length for row in rows], rewards=0.0, labels_T=labels_T)
+    positions = [row.positions for row in rows]
+    return batch_of_sequences(
+        [row.token_ids for row in rows], [row.prompt_length for row in rows], 0.0, positions, labels_T=labels_T
+    )

@@ -39,8 +39,11 @@ class Event:
 class EnvironmentProcess:
     """What it sends is put into `inbox` as (process, message), with None for its end."""
 
-    def __init__(self, number: int, setup: dict[str, Any], log: OutputLog, inbox: queue.SimpleQueue[Any]) -> None:
-        self.number = number
+    def __init__(
+        self, number: int, setup: dict[str, Any], log: OutputLog, inbox: queue.SimpleQueue[Any], *, is_second: bool
+    ) -> None:
+        """`is_second` if the one before it ended before it was ready."""
+        self.number, self.is_second = number, is_second
         self.episodes: set[str] = set()
         self.is_ready = False
         self.child = Child("grpo_rl.envs.runtime.episode_host", setup, log)
@@ -68,10 +71,10 @@ class EnvironmentProcess:
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    episode: str
+    serial: int
     process: EnvironmentProcess
-    began: float
     op: Op
+    began: float
     deadline: float
     heard: bool = False
     """The process has noticed that it has to close the episode."""
@@ -106,16 +109,11 @@ class EnvironmentPool:
         self._logs = [OutputLog(path) for path in logs] or [OutputLog() for _ in range(num_workers)]
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue() if inbox is None else inbox
         self._serials = itertools.count()
-        self._asked: dict[int, _Asked] = {}
-        """Work by its serial number."""
-        self._serial_of: dict[str, int] = {}
-        """The work that each episode waits for, closing left out."""
-        self._place: dict[str, EnvironmentProcess] = {}
+        self._asked: dict[str, _Asked] = {}
+        """The work on each episode, and the start of each process that is not ready, under its number."""
         self._waiting: deque[tuple[str, dict[str, Any]]] = deque()
         """Episodes for which there is no room yet."""
         self._closed = False
-        self._tried_again: set[int] = set()
-        """Processes whose first start ended before they were ready."""
         self._processes = [self._start(number) for number in range(num_workers)]
         self._retired: list[EnvironmentProcess] = []
         """Without further episodes, because some work cannot be ended."""
@@ -127,26 +125,22 @@ class EnvironmentPool:
     @property
     def num_waiting(self) -> int:
         """Answers that have not come yet, those of episodes without room included."""
-        return len(self._waiting) + len(self._serial_of)
+        return len(self._waiting) + sum(work.op in ("reset", "step") for work in self._asked.values())
 
     def begin(self, episode: str, start: Mapping[str, Any]) -> None:
         self._waiting.append((episode, dict(start)))
         self._admit()
 
     def step(self, episode: str, turn: Mapping[str, Any]) -> None:
-        if (process := self._place.get(episode)) is not None:  # else it was lost, which an event says
+        if (process := self._process_of(episode)) is not None:  # else it was lost, which an event says
             self._ask(process, episode, "step", dict(turn))
 
     def end(self, episode: str) -> None:
         self._waiting = deque(entry for entry in self._waiting if entry[0] != episode)
-        process = self._place.pop(episode, None)
-        if process is None:
-            return
-        process.episodes.discard(episode)
-        if episode in self._serial_of:
-            del self._asked[self._serial_of.pop(episode)]
-        self._ask(process, episode, "close", None)
-        self._admit()
+        if (process := self._process_of(episode)) is not None:
+            process.episodes.discard(episode)
+            self._ask(process, episode, "close", None)
+            self._admit()
 
     def events(self, wait_s: float = 0.0) -> list[Event]:
         """Raises ClusterError if processes cannot be started."""
@@ -156,16 +150,15 @@ class EnvironmentPool:
             events += self._past_deadlines()
             current_time = time.monotonic()
             deadline = min((work.deadline for work in self._asked.values()), default=until)
-            seconds_left = max(0.0, min(until, deadline) - current_time)
+            seconds_left = 0.0 if events else max(0.0, min(until, deadline) - current_time)
             with contextlib.suppress(queue.Empty):
-                arrived = self._inbox.get(timeout=seconds_left) if seconds_left and not events else self._inbox.get_nowait()
                 while True:
-                    process, message = arrived
+                    process, message = self._inbox.get(timeout=seconds_left)
+                    seconds_left = 0.0
                     if process is not None:
                         events += self._ended(process) if message is None else self._read(process, message)
                     elif message is not None:
                         getattr(self, message[0])(*message[1])
-                    arrived = self._inbox.get_nowait()
             if events or current_time >= until:
                 return events
 
@@ -176,15 +169,18 @@ class EnvironmentPool:
         for log in self._logs:
             log.close()
 
-    def _start(self, number: int) -> EnvironmentProcess:
-        process = EnvironmentProcess(number, self._message, self._logs[number], self._inbox)
-        self._note(process, "", "start", START_S)
+    def _process_of(self, episode: str) -> EnvironmentProcess | None:
+        return next((process for process in [*self._processes, *self._retired] if episode in process.episodes), None)
+
+    def _start(self, number: int, *, is_second: bool = False) -> EnvironmentProcess:
+        process = EnvironmentProcess(number, self._message, self._logs[number], self._inbox, is_second=is_second)
+        self._note(str(number), process, "start", START_S)
         return process
 
-    def _note(self, process: EnvironmentProcess, episode: str, op: Op, limit_s: float) -> int:
-        """Note a piece of work; return its serial number."""
+    def _note(self, name: str, process: EnvironmentProcess, op: Op, limit_s: float) -> int:
+        """Note a piece of work in place of an earlier one; return its serial number."""
         serial, start_time = next(self._serials), time.monotonic()
-        self._asked[serial] = _Asked(episode, process, start_time, op, start_time + limit_s)
+        self._asked[name] = _Asked(serial, process, op, start_time, start_time + limit_s)
         return serial
 
     def _admit(self) -> None:
@@ -195,63 +191,54 @@ class EnvironmentPool:
                 return
             episode, start = self._waiting.popleft()
             process.episodes.add(episode)
-            self._place[episode] = process
             self._ask(process, episode, "reset", start)
 
     def _ask(self, process: EnvironmentProcess, episode: str, op: Op, values: Any) -> None:
-        serial = self._note(process, episode, op, CANCEL_S if op == "close" else self.step_timeout_s)
-        if op != "close":
-            self._serial_of[episode] = serial
+        serial = self._note(episode, process, op, CANCEL_S if op == "close" else self.step_timeout_s)
         process.send({"id": episode, "op": op, "serial": serial, "values": values})
 
     def _read(self, process: EnvironmentProcess, message: dict[str, Any]) -> list[Event]:
-        if not process.is_ready and "failed" in message:
-            process.child.kill()
-            raise ClusterError(f"the environment process cannot start: {message['failed']}")
         if not process.is_ready:
+            if "failed" in message:
+                process.child.kill()
+                raise ClusterError(f"the environment process cannot start: {message['failed']}")
             process.is_ready = True
-            self._tried_again.discard(process.number)
             self._forget_work(process)
             self._admit()
             return []
-        work = self._asked.get(message["serial"])
-        if work is None:
+        episode, work = message["id"], self._asked.get(message["id"])
+        if work is None or work.serial != message["serial"]:
             return []
         if "heard" in message:
             work.heard, work.deadline = True, time.monotonic() + self.step_timeout_s
             return []
-        del self._asked[message["serial"]]
+        del self._asked[episode]
         if "stuck" in message:
             self._retire(process)
         elif work.op == "close":
             self._end_empty()
         if work.op == "close":
             return []
-        del self._serial_of[work.episode]
         seconds = time.monotonic() - work.began
         if "failed" in message:
-            return [Event(work.episode, "failed", cause=message["failed"], seconds=seconds)]
-        return [Event(work.episode, "answered", message["answer"], seconds=seconds)]
+            return [Event(episode, "failed", cause=message["failed"], seconds=seconds)]
+        return [Event(episode, "answered", message["answer"], seconds=seconds)]
 
     def _forget_work(self, process: EnvironmentProcess) -> None:
-        for serial in [serial for serial, work in self._asked.items() if work.process is process]:
-            work = self._asked.pop(serial)
-            if self._serial_of.get(work.episode) == serial:
-                del self._serial_of[work.episode]
+        self._asked = {name: work for name, work in self._asked.items() if work.process is not process}
 
     def _past_deadlines(self) -> list[Event]:
         """A process that does not close an episode in time gets no other, or is killed."""
         events: list[Event] = []
         current_time = time.monotonic()
-        for serial, late in [(serial, work) for serial, work in self._asked.items() if work.deadline <= current_time]:
+        for episode, late in [(name, work) for name, work in self._asked.items() if work.deadline <= current_time]:
             if late.op == "start":
                 late.process.child.kill()
                 raise ClusterError(f"an environment process did not start within {START_S:g} s; {late.process.obituary()}")
-            del self._asked[serial]
+            del self._asked[episode]
             if late.op != "close":
-                del self._serial_of[late.episode]
                 cause = f"no answer within step_timeout_s={self.step_timeout_s:g}"
-                events.append(Event(late.episode, "timeout", cause=cause, seconds=current_time - late.began))
+                events.append(Event(episode, "timeout", cause=cause, seconds=current_time - late.began))
             elif late.heard:
                 self._retire(late.process)
             else:
@@ -276,16 +263,11 @@ class EnvironmentPool:
             return []
         cause = process.obituary()
         self._forget_work(process)
-        lost = sorted(process.episodes)
-        process.episodes.clear()
-        for episode in lost:
-            self._place.pop(episode, None)
         if process in self._retired:
             self._retired.remove(process)
         if process in self._processes:
-            if not process.is_ready:
-                if process.number in self._tried_again:
-                    raise ClusterError(f"an environment process cannot start: {cause}")
-                self._tried_again.add(process.number)
-            self._processes[self._processes.index(process)] = self._start(process.number)
-        return [Event(episode, "lost", cause=cause) for episode in lost]
+            if process.is_second and not process.is_ready:
+                raise ClusterError(f"an environment process cannot start: {cause}")
+            fresh = self._start(process.number, is_second=not process.is_ready)
+            self._processes[self._processes.index(process)] = fresh
+        return [Event(episode, "lost", cause=cause) for episode in sorted(process.episodes)]

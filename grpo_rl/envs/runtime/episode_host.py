@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import sys
 import threading
 import traceback
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_rl.envs.contract import Environment, Message, Observation, Start, Tool, ToolCall, ToolResult, Turn
+from grpo_rl.envs.contract import Environment, Message, Observation, Start, Tool, ToolCall, ToolResult, Turn, result_of
 from grpo_rl.envs.environments import ENVIRONMENTS, TOOLS, Named, made, schema_of
 from grpo_rl.envs.tool_formats import argument_problem, parse
 from grpo_rl.errors import ConfigError, raised_in
@@ -45,9 +44,8 @@ class HostSetup:
 
     @staticmethod
     def read(values: Mapping[str, Any]) -> HostSetup:
-        environment = values["environment"]
-        tools = tuple(Named(**entry) for entry in values["tools"])
-        return HostSetup(**{**values, "environment": None if environment is None else Named(**environment), "tools": tools})
+        environment = values["environment"] and Named(**values["environment"])
+        return HostSetup(**{**values, "environment": environment, "tools": tuple(Named(**entry) for entry in values["tools"])})
 
 
 class EpisodeHost:
@@ -70,8 +68,8 @@ class EpisodeHost:
     async def reset(self, values: Mapping[str, Any]) -> dict[str, Any]:
         start = Start(**{**values, "messages": tuple(values["messages"])})
         for tool in self.tools.values():
-            await _result(tool.begin, start)
-        return _plain(Observation() if self.environment is None else await _result(self.environment.reset, start))
+            await result_of(tool.begin, start)
+        return _plain(Observation() if self.environment is None else await result_of(self.environment.reset, start))
 
     async def step(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """A turn that was cut off, or that is the last one allowed, calls no tools."""
@@ -85,7 +83,7 @@ class EpisodeHost:
         if turn.finish_reason == "stop" and not is_last and (turn.tool_calls or turn.malformed):
             answer = await self._with_calls(turn, counts)
         elif self.environment is not None:
-            answer = await _result(self.environment.step, turn)
+            answer = await result_of(self.environment.step, turn)
         else:
             answer = Observation(done=turn.finish_reason == "stop" and not turn.tool_calls)
         return _plain(answer, counts)
@@ -93,7 +91,7 @@ class EpisodeHost:
     async def close(self) -> None:
         """Release the environment and every tool, whichever of them fail."""
         holders: list[Any] = [*self.tools.values(), *([] if self.environment is None else [self.environment])]
-        results = await asyncio.gather(*(_result(holder.close) for holder in holders), return_exceptions=True)
+        results = await asyncio.gather(*(result_of(holder.close) for holder in holders), return_exceptions=True)
         for result in results:
             if isinstance(result, Exception):
                 raise result
@@ -134,7 +132,7 @@ class EpisodeHost:
         timeout_s = self.setup.tool_timeout_s
         counts[f"tool_calls/{call.name}"] += 1
         try:
-            result = await asyncio.wait_for(_result(tool.call, call.arguments), timeout_s)
+            result = await asyncio.wait_for(result_of(tool.call, call.arguments), timeout_s)
             if not isinstance(result, str | ToolResult):
                 raise TypeError(f"tool {call.name!r} returned a {type(result).__name__}, not a text or a ToolResult")
         except TimeoutError:
@@ -149,14 +147,6 @@ class EpisodeHost:
                 traceback.print_exc()  # the policy reads one line of it
             return _failed(f"{type(error).__name__}: {error}".strip().splitlines()[-1])
         return ToolResult(result) if isinstance(result, str) else result
-
-
-async def _result(function: Callable[..., Any], *arguments: Any) -> Any:
-    """One that is no coroutine runs in a thread."""
-    if inspect.iscoroutinefunction(function):
-        return await function(*arguments)
-    result = await asyncio.to_thread(function, *arguments)
-    return await result if inspect.isawaitable(result) else result
 
 
 def _failed(reason: str) -> ToolResult:

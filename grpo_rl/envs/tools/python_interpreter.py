@@ -93,8 +93,7 @@ class PythonInterpreter(SimpleTool):
     ) -> None:
         self._limits = Limits(time_s=total_s, memory_mb=memory_mb, output_kb=64)
         self._time_s, self._max_characters = float(time_s), max_characters
-        self._sandbox: Sandbox | None = None
-        self._line: socket.socket | None = None
+        self._running: tuple[Sandbox, socket.socket] | None = None
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
         code = arguments.get("code")
@@ -102,11 +101,11 @@ class PythonInterpreter(SimpleTool):
             return ToolResult(f"code must be a string of at most {LONGEST_CODE} characters", failed=True)
         if fenced := _FENCED.fullmatch(code):  # as models write code that were trained on Markdown, verl's ReTool among them
             code = fenced[1]
-        if self._sandbox is None:
+        if self._running is None:
             # Starting waits 0.03 s for another process, which other episodes shall not do.
-            self._sandbox, self._line = await asyncio.to_thread(self._started)
+            self._running = await asyncio.to_thread(self._started)
         try:
-            failed, text = await asyncio.wait_for(self._run(code), self._time_s)
+            failed, text = await asyncio.wait_for(self._run(self._running[1], code), self._time_s)
             return ToolResult(text, failed=failed)
         except TimeoutError:
             reason = f"the code ran longer than {self._time_s:g} s"
@@ -117,10 +116,10 @@ class PythonInterpreter(SimpleTool):
 
     async def close(self) -> None:
         """May be called twice."""
-        sandbox, line, self._sandbox, self._line = self._sandbox, self._line, None, None
-        if line is not None:
+        running, self._running = self._running, None
+        if running is not None:
+            sandbox, line = running
             line.close()
-        if sandbox is not None:
             await asyncio.to_thread(sandbox.close)
 
     def _started(self) -> tuple[Sandbox, socket.socket]:
@@ -135,25 +134,24 @@ class PythonInterpreter(SimpleTool):
         parent_socket.send(self._max_characters.to_bytes(4, "little"))
         return sandbox, parent_socket
 
-    async def _run(self, code: str) -> tuple[bool, str]:
+    async def _run(self, line: socket.socket, code: str) -> tuple[bool, str]:
         """What comes is hostile: it is bounded, and nothing but text."""
-        assert self._line is not None
         data = code.encode(errors="replace")
-        await asyncio.get_running_loop().sock_sendall(self._line, len(data).to_bytes(4, "little") + data)
-        failed = await self._receive(1)
-        size = int.from_bytes(await self._receive(4), "little")
+        await asyncio.get_running_loop().sock_sendall(line, len(data).to_bytes(4, "little") + data)
+        failed = await _receive(line, 1)
+        size = int.from_bytes(await _receive(line, 4), "little")
         if size > (self._max_characters + 16) * BYTES_OF_A_CHARACTER:
             raise Ended("it broke the protocol of its answers")
-        text = (await self._receive(size)).decode(errors="replace")
+        text = (await _receive(line, size)).decode(errors="replace")
         return failed != b"0", text[: self._max_characters + 16]
 
-    async def _receive(self, size: int) -> bytes:
-        assert self._line is not None
-        parts = []
-        while size:
-            part = await asyncio.get_running_loop().sock_recv(self._line, size)
-            if not part:
-                raise Ended("it left, or exceeded a limit of memory, time or output")
-            parts.append(part)
-            size -= len(part)
-        return b"".join(parts)
+
+async def _receive(line: socket.socket, size: int) -> bytes:
+    parts = []
+    while size:
+        part = await asyncio.get_running_loop().sock_recv(line, size)
+        if not part:
+            raise Ended("it left, or exceeded a limit of memory, time or output")
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
