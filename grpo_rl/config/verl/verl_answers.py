@@ -12,7 +12,7 @@ from typing import Any
 
 from grpo_rl.config import recipes
 from grpo_rl.config.convert import show
-from grpo_rl.config.schema.fields import flat
+from grpo_rl.config.schema.fields import flat, groups_around
 from grpo_rl.frozen import frozen
 
 
@@ -97,13 +97,12 @@ def answer_for(key: str) -> Answer | None:
     """Return the answer for `key` or the nearest group around it; None if verl has no such key."""
     name, answer = _nearest(key)
     # Accepted values of a group are not accepted for a key inside it.
-    return answer if answer is None or name == key else dataclasses.replace(answer, accepts=())
+    return answer and (answer if name == key else dataclasses.replace(answer, accepts=()))
 
 
 def _nearest(key: str) -> tuple[str, Answer | None]:
-    names = key.split(".")
-    groups = (".".join(names[:length]) for length in range(len(names), 0, -1))
-    return next(((group, ANSWERS[group]) for group in groups if group in ANSWERS), (key, None))
+    name = next((name for name in (key, *groups_around(key)) if name in ANSWERS), key)
+    return name, ANSWERS.get(name)
 
 
 def refusal(key: str, value: Any, where: str = "") -> str | None:
