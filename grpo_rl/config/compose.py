@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from threading import RLock
@@ -82,8 +83,7 @@ def as_words(settings: Sequence[str | Mapping[str, Any] | DictConfig], folder: P
 
 def launch(command: Command, work: Callable[[Composed], T]) -> T:
     """Return the result of `work` on what Hydra's main composes. Raises as `compose` and `work` do."""
-    results: list[T] = []
-    errors: list[BaseException] = []
+    outcome: Future[T] = Future()
     with hydra_files.reading(command.folders, command.config_name) as reading:
         if command.line.problems:
             return work(_checked_at_once(command, reading))
@@ -91,17 +91,15 @@ def launch(command: Command, work: Callable[[Composed], T]) -> T:
         def task(composed: DictConfig) -> None:
             # Hydra would print what is raised, and return nothing.
             try:
-                results.append(work(checked(composed, command, reading)))
+                outcome.set_result(work(checked(composed, command, reading)))
             except BaseException as error:
-                errors.append(error)
+                outcome.set_exception(error)
 
         try:
             main_of_hydra(command, task)
         except _HYDRAS_ERRORS as error:
             checked(OmegaConf.create({}), command, reading, [_one_line(error.__cause__ or error)])
-    if errors:
-        raise errors[0]
-    return results[0]
+    return outcome.result(timeout=0)
 
 
 def print_asked(command: Command) -> int:
@@ -183,9 +181,8 @@ def checked(composed: DictConfig, command: Command, reading: Reading, problems: 
     for tree in (raw, safe) if raw else ():
         notes += _implied(tree, named_keys)
     config, value_problems = convert_or_explain(raw)
-    names = (config.model.path, config.data.train_files)
-    if reading.is_verls and verl_answers.looks_like_verls(named_keys, *names):
-        notes += filter(None, [verl_answers.other_defaults(named_keys, {key: leaf.default for key, leaf in leaves().items()})])
+    if reading.is_verls:
+        notes += verl_answers.other_defaults(named_keys, config.model.path, *config.data.train_files)
     secrets.remember([os.environ.get(config.reward.judge.api_key_env or "")])
     problems += value_problems
     problems += [

@@ -43,7 +43,12 @@ class Range:
     zero: bool = False  # 0 is allowed below the lower bound
 
     def _bounds(self) -> list[tuple[str, Callable[[float, float], bool], float]]:
-        signs = ((">=", operator.ge, self.ge), (">", operator.gt, self.gt), ("<=", operator.le, self.le), ("<", operator.lt, self.lt))
+        signs = (
+            (">=", operator.ge, self.ge),
+            (">", operator.gt, self.gt),
+            ("<=", operator.le, self.le),
+            ("<", operator.lt, self.lt),
+        )
         return [(sign, compare, bound) for sign, compare, bound in signs if bound is not None]
 
     def describe(self) -> str:
