@@ -214,7 +214,7 @@ def _run(config: Config) -> Problems:
         yield f"trainer.default_local_dir={folder!r}: give the folder in which runs are made, a path without control characters"
     else:
         path = Path(folder).expanduser()
-        above = next(entry for entry in (path, *path.parents, Path()) if entry.exists())
+        above = next(entry for entry in (path, *path.parents) if entry.exists())
         if not above.is_dir():
             yield f"trainer.default_local_dir={folder}: {above} is a file, so no folder can be made there"
     if trainer.resume_mode == "resume_path":
