@@ -96,7 +96,7 @@ def launch(command: Command, work: Callable[[Composed], T]) -> T:
                 outcome.set_exception(error)
 
         try:
-            main_of_hydra(command, task)
+            main_of_hydra(command, task, command.line.words)
         except _HYDRAS_ERRORS as error:
             checked(OmegaConf.create({}), command, reading, [_one_line(error.__cause__ or error)])
     return outcome.result(timeout=0)
@@ -112,7 +112,7 @@ def print_asked(command: Command) -> int:
             raise ConfigError([secrets.redact(problem) for problem in dict.fromkeys(problems)])
         try:
             with redirect_stdout(secrets.HidingStream(sys.stdout)):
-                main_of_hydra(command, lambda composed: None, *command.shown, words=words)
+                main_of_hydra(command, lambda composed: None, [*command.shown, *words])
         except SystemExit as ended:
             return ConfigError.exit_code if ended.code else 0
         except _HYDRAS_ERRORS as error:
@@ -120,12 +120,10 @@ def print_asked(command: Command) -> int:
     return 0
 
 
-def main_of_hydra(
-    command: Command, task: Callable[[DictConfig], Any], *options: str, words: Sequence[str] | None = None
-) -> None:
+def main_of_hydra(command: Command, task: Callable[[DictConfig], Any], words: Sequence[str]) -> None:
     start = hydra.main(version_base=VERSION_BASE, config_path=str(command.folders[0]), config_name=command.config_name)
     argv, environment = sys.argv, os.environ.get(_RAISE)
-    sys.argv, os.environ[_RAISE] = [argv[0], *options, *(command.line.words if words is None else words)], "1"
+    sys.argv, os.environ[_RAISE] = [argv[0], *words], "1"
     try:
         with _no_outer_hydra():
             start(task)()

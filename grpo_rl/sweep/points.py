@@ -193,7 +193,7 @@ def run_sweep(argv: Sequence[str]) -> int:
     with _stopped_by_signals(stop) as signal_names:
         try:
             with reading(command.folders, command.config_name):
-                main_of_hydra(command, task, "--multirun", words=sweep.words)
+                main_of_hydra(command, task, ["--multirun", *sweep.words])
         except RunFailed as failed:
             code = failed.code
         finally:
