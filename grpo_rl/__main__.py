@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-import grpo_rl
 from grpo_rl.cluster.session import launcher
 from grpo_rl.errors import ConfigError, did_you_mean
 from grpo_rl.main import exit_code_after
@@ -44,9 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("--help", "-h", "help"):
         print(_usage())
         return 0
-    if words[0] == "--version":
-        print(f"grpo_rl {grpo_rl.__version__}")
-        return 0
     if words[0] in _COMPLETION and "COMP_LINE" in os.environ:
         # Hydra completes words of the configuration; the command before them is none.
         os.environ["COMP_LINE"] = re.sub(r"^(\S+\s+)(train|plan)\s", r"\1", os.environ["COMP_LINE"])
@@ -75,7 +71,11 @@ def _run(name: str, rest: list[str]) -> int:
 
 
 def _is_setting(word: str) -> bool:
-    return "=" in word.partition(":")[0] or word.startswith("~") or word in ("--cfg", "-c", "--info", "-i", *_COMPLETION)
+    return (
+        "=" in word.partition(":")[0]
+        or word.startswith("~")
+        or word in ("--version", "--cfg", "-c", "--info", "-i", *_COMPLETION)
+    )
 
 
 def _usage() -> str:

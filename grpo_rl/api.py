@@ -24,7 +24,6 @@ from grpo_rl.config.secrets import redact
 from grpo_rl.errors import ClusterError, ConfigError, GrpoRlError, exit_code_of
 from grpo_rl.run_folder import Run
 from grpo_rl.telemetry.rundir import dated_name
-from grpo_rl.telemetry.terminal.standard_streams import make_lasting
 
 if TYPE_CHECKING:
     from grpo_rl.trainer.session import Session
@@ -200,14 +199,12 @@ def _write_error(file: Path, error: BaseException) -> None:
     file.write_text(json.dumps(record), encoding="utf-8")
 
 
-def _child(argv: Sequence[str]) -> int:
-    from grpo_rl.cluster.session import launcher
-    from grpo_rl.main import main
+def _child() -> int:
+    from grpo_rl import main
 
-    make_lasting()
-    launcher.launches = True
-    return main(argv[1:], on_error=partial(_write_error, Path(argv[0])))
+    main.error_handlers.append(partial(_write_error, Path(sys.argv.pop(1))))
+    return main.main()
 
 
 if __name__ == "__main__":
-    sys.exit(_child(sys.argv[1:]))
+    sys.exit(_child())

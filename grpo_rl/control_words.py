@@ -79,9 +79,7 @@ class ControlWords:
 
     def encode(self, text: str | Sequence[str], **options: Any) -> Any:
         """Return the encoding of rendered texts; offsets are places in the marked text."""
-        texts = [text] if isinstance(text, str) else text
-        tokenizer = self._of_marked if any(MARK in entry for entry in texts) else self.tokenizer
-        return tokenizer(text if isinstance(text, str) else list(text), **options)
+        return self.tokenizer_of(text)(text if isinstance(text, str) else list(text), **options)
 
     def ids(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         return list(self.encode(text, add_special_tokens=add_special_tokens)["input_ids"])

@@ -44,8 +44,12 @@ MOST_CHANGES = 20
 REFUSAL = "this configuration cannot be run"
 
 
-def main(argv: Sequence[str] | None = None, on_error: Callable[[BaseException], None] = lambda error: None) -> int:
-    """Run the command line, and return the exit code (`errors.EXIT_CODES`). `on_error` gets a failure."""
+error_handlers: list[Callable[[BaseException], object]] = []
+"""Called with the error that ends the process: `grpo_rl.train` has one in the process of its run."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line, and return the exit code (`errors.EXIT_CODES`)."""
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         make_lasting()
@@ -53,18 +57,14 @@ def main(argv: Sequence[str] | None = None, on_error: Callable[[BaseException], 
     # Imports make a million objects that stay; a run enables collection afterwards (`RunSession.model_folder`).
     gc.disable()
     try:
-        return exit_code_after(lambda: _run(words, on_error), on_error=on_error)
+        return exit_code_after(lambda: _run(words))
     finally:
         gc.enable()
         # What stays frozen makes libraries complain at the interpreter's end (nanobind).
         gc.unfreeze()
 
 
-def exit_code_after(
-    work: Callable[[], int],
-    refusal: str = REFUSAL,
-    on_error: Callable[[BaseException], None] = lambda error: None,
-) -> int:
+def exit_code_after(work: Callable[[], int], refusal: str = REFUSAL) -> int:
     """A failure is printed on stderr, after `refusal` if it is a list of a configuration's problems."""
     try:
         return work()
@@ -74,11 +74,12 @@ def exit_code_after(
             name = str(error.filename)
             error = ConfigError(f"{name if len(name) < 256 else name[:60] + '...'}: {error.strerror}")
         _explain(error, refusal)
-        on_error(error)
+        for handle in error_handlers:
+            handle(error)
         return exit_code_of(error)
 
 
-def _run(words: list[str], on_error: Callable[[BaseException], None]) -> int:
+def _run(words: list[str]) -> int:
     if "--version" in words:
         print(f"grpo_rl {grpo_rl.__version__}")
         return 0
@@ -99,10 +100,10 @@ def _run(words: list[str], on_error: Callable[[BaseException], None]) -> int:
             return run_sweep(words)
         if command.shown:
             return print_asked(command)
-        return launch(command, partial(_start, loading, on_error))
+        return launch(command, partial(_start, loading))
 
 
-def _start(loading: ExitStack, on_error: Callable[[BaseException], None], composed: Composed) -> int:
+def _start(loading: ExitStack, composed: Composed) -> int:
     """`loading` ends before the training begins."""
     from grpo_rl.telemetry.rundir import refuse_taken
 
@@ -130,7 +131,7 @@ def _start(loading: ExitStack, on_error: Callable[[BaseException], None], compos
 
     if trainer.dry_run:
         return work()
-    return launcher.launched(lambda: exit_code_after(work, on_error=on_error))
+    return launcher.launched(lambda: exit_code_after(work))
 
 
 def done_already(composed: Composed, total: int | None) -> str | None:

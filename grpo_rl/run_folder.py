@@ -85,8 +85,7 @@ class Run:
         import pandas
 
         records = read_metrics(self.path / "metrics.jsonl")
-        known = list(dict.fromkeys(key for record in records for key in record if key != "step"))
-        _refuse_unknown(names, known)
+        known = _known(names, records, "step")
         rows = [{key: record.get(key) for key in (names or known)} for record in records]
         index = pandas.Index([int(record["step"]) for record in records], name="step")
         frame: DataFrame = pandas.DataFrame(rows, index=index, columns=list(names or known))
@@ -157,7 +156,7 @@ class Run:
         from grpo_rl.telemetry.report import curves_figure
 
         records = read_metrics(self.path / "metrics.jsonl")
-        _refuse_unknown(names, list(dict.fromkeys(key for record in records for key in record if key not in ("step", "time"))))
+        _known(names, records, "step", "time")
         return curves_figure(self.name, records, names)
 
     def _rollouts_folder(self, val: bool) -> Path:
@@ -169,9 +168,12 @@ class Run:
         return f"{self.state}, step {status['step']}{total}" if "step" in status else self.state
 
 
-def _refuse_unknown(names: Iterable[str], known: list[str]) -> None:
+def _known(names: Iterable[str], records: Iterable[Mapping[str, Any]], *others: str) -> list[str]:
+    """Return the metrics of the records, without `others`. Raises DataError for one of `names` that is none of them."""
+    known = list(dict.fromkeys(key for record in records for key in record if key not in others))
     for name in names:
         if name not in known:
             ending = f" and {len(known) - 12} more" if len(known) > 12 else ""
             hint = did_you_mean(name, known) or f" There are {', '.join(known[:12])}{ending}"
             raise DataError(f"no step has a metric {name!r}.{hint}")
+    return known

@@ -17,6 +17,7 @@ from grpo_rl.frozen import frozen
 
 _RECIPE_UNLESS_SET = {"actor_rollout_ref.model.path", "data.train_files"}
 _RECIPE_UNLESS_CHOSEN = {"recipe", "model", "data"}
+CFG = ("job", "hydra", "all")
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
 
@@ -30,10 +31,9 @@ def _parser() -> argparse.ArgumentParser:
     for names in (("--help", "-h"), ("--hydra-help",), ("--version",), ("--resolve",), ("--run", "-r"), ("--multirun", "-m")):
         parser.add_argument(*names, action="store_true")
     parser.add_argument("--shell-completion", "-sc", action="store_true")
-    parser.add_argument("--cfg", "-c", nargs="?", const="job", choices=("job", "hydra", "all"))
-    parser.add_argument("--info", "-i", nargs="?", const="all", choices=INFO)
-    parser.add_argument("--package", "-p")
-    for names in (("--config-path", "-cp"), ("--config-name", "-cn"), ("--config-dir", "-cd")):
+    parser.add_argument("--cfg", "-c", choices=CFG)
+    parser.add_argument("--info", "-i", choices=INFO)
+    for names in (("--package", "-p"), ("--config-path", "-cp"), ("--config-name", "-cn"), ("--config-dir", "-cd")):
         parser.add_argument(*names)
     return parser
 
@@ -51,18 +51,17 @@ class Command:
 
     @property
     def other_work(self) -> list[str]:
-        of_files = ("config_path", "config_name", "config_dir")
-        return [name.replace("_", "-") for name, value in vars(self.options).items() if value and name not in of_files]
+        options = vars(self.options).items()
+        return [name.replace("_", "-") for name, value in options if value and not name.startswith("config")]
 
     @property
     def shown(self) -> list[str]:
         """Options that let Hydra print something instead of a run."""
-        options = self.options
-        names = [name for name in ("help", "hydra_help", "shell_completion") if getattr(options, name)]
-        words = [f"--{name.replace('_', '-')}" for name in names]
-        for name in ("cfg", "info", "package"):
-            words += [f"--{name}", getattr(options, name)] if getattr(options, name) else []
-        return [*words, "--resolve"] if options.resolve else words
+        words = []
+        for name in ("help", "hydra_help", "shell_completion", "cfg", "info", "package", "resolve"):
+            if value := getattr(self.options, name):
+                words += [f"--{name.replace('_', '-')}", *([] if value is True else [value])]
+        return words
 
 
 def read(argv: Sequence[str]) -> Command:
@@ -83,7 +82,7 @@ def _with_values(argv: Sequence[str]) -> list[str]:
     words: list[str] = []
     for word, following in itertools.zip_longest(argv, argv[1:]):
         words.append(word)
-        if word in ("--cfg", "-c") and following not in ("job", "hydra", "all"):
+        if word in ("--cfg", "-c") and following not in CFG:
             words.append("job")
         if word in ("--info", "-i") and following not in INFO:
             words.append("all")

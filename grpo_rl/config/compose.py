@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from threading import RLock
@@ -82,8 +83,7 @@ def as_words(settings: Sequence[str | Mapping[str, Any] | DictConfig], folder: P
 
 def launch(command: Command, work: Callable[[Composed], T]) -> T:
     """Return the result of `work` on what Hydra's main composes. Raises as `compose` and `work` do."""
-    results: list[T] = []
-    errors: list[BaseException] = []
+    outcome: Future[T] = Future()
     with hydra_files.reading(command.folders, command.config_name) as reading:
         if command.line.problems:
             return work(_checked_at_once(command, reading))
@@ -91,17 +91,15 @@ def launch(command: Command, work: Callable[[Composed], T]) -> T:
         def task(composed: DictConfig) -> None:
             # Hydra would print what is raised, and return nothing.
             try:
-                results.append(work(checked(composed, command, reading)))
+                outcome.set_result(work(checked(composed, command, reading)))
             except BaseException as error:
-                errors.append(error)
+                outcome.set_exception(error)
 
         try:
-            main_of_hydra(command, task)
+            main_of_hydra(command, task, command.line.words)
         except _HYDRAS_ERRORS as error:
             checked(OmegaConf.create({}), command, reading, [_one_line(error.__cause__ or error)])
-    if errors:
-        raise errors[0]
-    return results[0]
+    return outcome.result(timeout=0)
 
 
 def print_asked(command: Command) -> int:
@@ -114,7 +112,7 @@ def print_asked(command: Command) -> int:
             raise ConfigError([secrets.redact(problem) for problem in dict.fromkeys(problems)])
         try:
             with redirect_stdout(secrets.HidingStream(sys.stdout)):
-                main_of_hydra(command, lambda composed: None, *command.shown, words=words)
+                main_of_hydra(command, lambda composed: None, [*command.shown, *words])
         except SystemExit as ended:
             return ConfigError.exit_code if ended.code else 0
         except _HYDRAS_ERRORS as error:
@@ -122,12 +120,10 @@ def print_asked(command: Command) -> int:
     return 0
 
 
-def main_of_hydra(
-    command: Command, task: Callable[[DictConfig], Any], *options: str, words: Sequence[str] | None = None
-) -> None:
+def main_of_hydra(command: Command, task: Callable[[DictConfig], Any], words: Sequence[str]) -> None:
     start = hydra.main(version_base=VERSION_BASE, config_path=str(command.folders[0]), config_name=command.config_name)
     argv, environment = sys.argv, os.environ.get(_RAISE)
-    sys.argv, os.environ[_RAISE] = [argv[0], *options, *(command.line.words if words is None else words)], "1"
+    sys.argv, os.environ[_RAISE] = [argv[0], *words], "1"
     try:
         with _no_outer_hydra():
             start(task)()
@@ -183,9 +179,8 @@ def checked(composed: DictConfig, command: Command, reading: Reading, problems: 
     for tree in (raw, safe) if raw else ():
         notes += _implied(tree, named_keys)
     config, value_problems = convert_or_explain(raw)
-    names = (config.model.path, config.data.train_files)
-    if reading.is_verls and verl_answers.looks_like_verls(named_keys, *names):
-        notes += filter(None, [verl_answers.other_defaults(named_keys, {key: leaf.default for key, leaf in leaves().items()})])
+    if reading.is_verls:
+        notes += verl_answers.other_defaults(named_keys, config.model.path, *config.data.train_files)
     secrets.remember([os.environ.get(config.reward.judge.api_key_env or "")])
     problems += value_problems
     problems += [

@@ -15,7 +15,7 @@ from grpo_rl.config import derived
 from grpo_rl.config.convert import show
 from grpo_rl.config.derived import Machine
 from grpo_rl.config.function_options import WITHOUT_DUAL_CLIP
-from grpo_rl.config.schema.fields import Leaf, leaves, replaced, value_of
+from grpo_rl.config.schema.fields import Leaf, groups_around, leaves, replaced, value_of
 from grpo_rl.config.schema.kinds import LABEL_LOSSES, REWARD_MODEL
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import Problems
@@ -114,8 +114,7 @@ def full_need(section: str, need: str) -> tuple[str, str]:
 
     def full_key(match: re.Match[str]) -> str:
         name = match[1]
-        around = section.split(".")
-        keys = (".".join([*around[:depth], name]) for depth in range(len(around), 0, -1))
+        keys = (f"{group}.{name}" for group in (section, *groups_around(section)))
         return next((key for key in keys if key in leaves()), name)
 
     condition, _, reason = need.partition(" | ")

@@ -172,25 +172,18 @@ def _checked(reading: Reading, config_path: str, path: Path, file: YamlFile) -> 
     config = OmegaConf.create({})
     for key, value in pairs:
         OmegaConf.update(config, key, value, merge=bool(value), force_add=True)
-    entries = dict(file.entries)
+    entries = file.entries
     is_primary = config_path in (reading.config_name, PRIMARY, *VERLS_DEFAULTS)
     if hydra := entries.get("hydra"):
-        refusals = _hydra_problems(hydra, is_primary, config_path == PRIMARY and is_packages)
-        settings.problems += [f"{key} (in {path}): {reason}" for key, reason in refusals]
+        for key in flat({"hydra": hydra}) if config_path != PRIMARY or not is_packages else ():
+            reason = refused_of_hydra(key) if is_primary else _TYPED
+            if reason and not key.startswith("hydra.searchpath"):  # `searched` has read the search path
+                settings.problems.append(f"{key} (in {path}): {reason}")
         if is_primary:
             config["hydra"] = {key: value for key, value in hydra.items() if key != "searchpath"}
     if defaults := _defaults(reading, config_path, path, settings, is_primary, entries.get("defaults")):
         config["defaults"] = defaults
     return config
-
-
-def _hydra_problems(hydra: Any, is_primary: bool, is_packages: bool) -> Iterator[tuple[str, str]]:
-    """Yield the keys of Hydra's own that a file may not set. `searched` has read the search path."""
-    for key in flat({"hydra": hydra}) if not is_packages else ():
-        if not key.startswith("hydra.searchpath") and not is_primary:
-            yield key, _TYPED
-        elif not key.startswith("hydra.searchpath") and (reason := refused_of_hydra(key)):
-            yield key, reason
 
 
 def _settings(path: Path, file: YamlFile, config_path: str) -> Settings:
@@ -213,50 +206,39 @@ def _defaults(reading: Reading, config_path: str, path: Path, settings: Settings
         settings.problems.append(problem)
         entries = [entry for entry in entries if _parent(path, entry) is None]
     items: list[Any] = []
-    overrides: list[Any] = []
     group_of_file = config_path.rpartition("/")[0]
     siblings = choices.options(reading.folders, group_of_file) if group_of_file != "recipe" else []
-
-    def refuse(entry: Any, reason: str = _NO_DEFAULT) -> None:
-        settings.problems.append(f"defaults{settings.where}: {entry!r} cannot stand there: {reason}")
-
     for entry in entries:
-        problem = None
+        item, problem, reason = entry, None, ""
         if isinstance(entry, Mapping) and len(entry) == 1:
-            key, choice = next(iter(entry.items()))
+            ((key, choice),) = entry.items()
             group = key.split()[-1].lstrip("/")
-            if group.startswith("hydra/"):
-                if is_primary:
-                    overrides.append(entry)
-                else:
-                    refuse(entry, _TYPED)
-            elif group in choices.groups([recipes.conf()]):
-                problem = choices.problem(reading.folders, group, choice) if isinstance(choice, str) else None
+            if group in choices.groups([recipes.conf()]):
                 # config.yaml has the group already: another form would add a second one.
-                overrides += [] if problem else [{f"override /{group}": choice}]
-            elif is_primary:
-                items.append(entry)
-            else:
-                refuse(entry)
+                item = {f"override /{group}": choice}
+                problem = choices.problem(reading.folders, group, choice) if isinstance(choice, str) else None
+            elif not is_primary:
+                reason = _TYPED if group.startswith("hydra/") else _NO_DEFAULT
         elif (parent := _parent(path, entry)) is not None:
-            problem = recipes.problem(parent)
-            items += [] if problem else [f"/{_RECIPE}{parent}"]
+            item, problem = f"/{_RECIPE}{parent}", recipes.problem(parent)
         elif entry in VERLS_DEFAULTS and not is_primary:
-            overrides.append({"override /verl": entry})
+            item = {"override /verl": entry}
         elif is_primary and isinstance(entry, str) and entry != "_self_":
-            items.append(f"/{entry.lstrip('/')}")
-        elif entry == "_self_" or entry in siblings:
-            items.append(entry)
-        else:
-            refuse(entry)
-        if problem:
+            item = f"/{entry.lstrip('/')}"
+        elif entry != "_self_" and entry not in siblings:
+            reason = _NO_DEFAULT
+        if reason:
+            settings.problems.append(f"defaults{settings.where}: {entry!r} cannot stand there: {reason}")
+        elif problem:
             settings.problems.append(f"{problem}{settings.where}")
+        else:
+            items.append(item)
     is_based = any(str(item).strip("/").partition("/")[0] in (PRIMARY, *VERLS_DEFAULTS, "base") for item in items)
     if is_primary and not is_based:
         items.insert(0, f"/{PRIMARY}")
     if is_primary and "_self_" not in items:
         items.append("_self_")
-    return [*items, *overrides]
+    return sorted(items, key=lambda item: isinstance(item, Mapping) and next(iter(item)).startswith("override"))
 
 
 def _parent(path: Path, entry: Any) -> str | None:
@@ -269,8 +251,6 @@ def _parent(path: Path, entry: Any) -> str | None:
 
 
 def _parents(name: str) -> list[str]:
-    if recipes.problem(name):
-        return []
     path = recipes.path_of(name)
     try:
         entries = recipes.read(path, name).entries.get("defaults")
@@ -285,16 +265,16 @@ def _repeated(name: str) -> str | None:
     # Hydra would follow a circle forever, and lay a repeated one over changes between.
     seen: dict[Path, str] = {}
 
-    def search(child: str, below: tuple[str, ...]) -> str | None:
-        for parent in _parents(child):
+    def search(*line: str) -> str | None:
+        for parent in _parents(line[-1]):
             path = recipes.path_of(parent).resolve()
-            if path in {recipes.path_of(other).resolve() for other in (*below, child)}:
-                return f"recipe={name}: builds on itself: {' -> '.join((*below, child, parent))}"
+            if path in (recipes.path_of(child).resolve() for child in line):
+                return f"recipe={name}: builds on itself: {' -> '.join((*line, parent))}"
             if path in seen:
-                return f"recipe={name}: {parent} comes twice, by {seen[path]} and by {child}: name it once"
-            seen[path] = child
-            if problem := search(parent, (*below, child)):
+                return f"recipe={name}: {parent} comes twice, by {seen[path]} and by {line[-1]}: name it once"
+            seen[path] = line[-1]
+            if problem := search(*line, parent):
                 return problem
         return None
 
-    return search(name, ())
+    return search(name)

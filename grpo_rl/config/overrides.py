@@ -15,7 +15,7 @@ from hydra.errors import HydraException
 
 from grpo_rl.config import choices, recipes, secrets
 from grpo_rl.config.convert import show, unknown_key
-from grpo_rl.config.schema.fields import Kind, free_mapping, leaves, sections
+from grpo_rl.config.schema.fields import Kind, free_mapping, leaf_around, leaves, sections
 from grpo_rl.config.verl import verl_answers
 from grpo_rl.errors import did_you_mean
 
@@ -60,20 +60,22 @@ class Settings:
             for name in SHORT[key]:
                 self.take(name, value)
             return
-        if free_mapping(key) is None and isinstance(value, Mapping) and key not in leaves():
+        if isinstance(value, Mapping) and not leaf_around(f"{key}."):
             for name, entry in value.items():
                 self.take(f"{key}.{name}", entry)
             return
         place = verl_answers.place_of(key, value)
         if place != key:
             self.notes.append(f"{key}={show(value)}: is {place} here{self.where}")
-        above = next((name for name in leaves() if place.startswith(f"{name}.")), None)
+        leaf = leaf_around(f"{place}.")
         if (of_value := verl_answers.ANSWERS.get(f"{place}={value}")) is not None:
             self.problems.append(f"{place}={show(value)}: a value of verl's that is not here{self.where}: {of_value.advice}")
-        elif place in leaves() or free_mapping(place):
+        elif leaf and (leaf.key == place or leaf.kind.base is dict):
             self.pairs.append((place, value))
-            if free_mapping(f"{place}."):
+            if leaf.kind.base is dict:
                 _remember_secrets(place.rpartition(".")[2], value)
+        elif leaf:
+            self.problems.append(f"{place}: {leaf.key} takes {leaf.kind.describe()}, so nothing lies below it")
         elif place in sections():
             if value is not None or not self.where:  # in a file: all lines of the group are commented out
                 self.problems.append(f"{place}={show(value)}: is a group of keys, not a value; set {place}.NAME=...")
@@ -82,8 +84,6 @@ class Settings:
                 self.meaningless.append(place)
             elif problem := verl_answers.refusal(place, value, self.where):
                 self.problems.append(problem)
-        elif above:
-            self.problems.append(f"{place}: {above} takes {leaves()[above].kind.describe()}, so nothing lies below it")
         else:
             self.problems.append(unknown_key(place, self.where))
 
@@ -297,7 +297,7 @@ def axes(words: Sequence[str], folders: Sequence[Path]) -> Axes:
                 parts.problems.append(f"{show(word)}: a value stands there twice")
         else:
             parts.drawn[key] = str(value)
-            if key not in leaves() and free_mapping(key) is None:
+            if key not in leaves() and not free_mapping(key):
                 parts.problems.append(unknown_key(key))
     return parts
 

@@ -92,15 +92,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _result(folder: Path, point: Point) -> SweptRun:
     records = read_metrics(folder / "metrics.jsonl")
     values: dict[str, float] = {}
-    scores = [score for record in records if (score := validation_score(record)) is not None]
-    if scores:
+    if scores := [score for record in records if (score := validation_score(record)) is not None]:
         values["validation"] = scores[-1]
     for name, key in ({"reward": "reward/mean"} | LOSSES).items():
-        points = [record[key] for record in records if key in record]
-        if points:
+        if points := [record[key] for record in records if key in record]:
             values[name] = points[-1] if key == "val/loss" else statistics.fmean(points[-LAST_STEPS:])
-    seconds = [record["timing_s/step"] for record in records if "timing_s/step" in record]
-    if seconds:
+    if seconds := [record["timing_s/step"] for record in records if "timing_s/step" in record]:
         values["s/step"] = statistics.median(seconds)
     status = read_status(folder)
     steps, total = sum(record["step"] > 0 for record in records), status.get("total")

@@ -193,7 +193,7 @@ def run_sweep(argv: Sequence[str]) -> int:
     with _stopped_by_signals(stop) as signal_names:
         try:
             with reading(command.folders, command.config_name):
-                main_of_hydra(command, task, "--multirun", words=sweep.words)
+                main_of_hydra(command, task, ["--multirun", *sweep.words])
         except RunFailed as failed:
             code = failed.code
         finally:
@@ -282,26 +282,27 @@ def sweep_of(command: Command) -> Sweep:
     flags = ((name, getattr(command.options, name)) for name in ("config_path", "config_name", "config_dir"))
     options = [f"--{name.replace('_', '-')}={value}" for name, value in flags if value]
     combinations = [dict(zip(axes.values, values, strict=True)) for values in itertools.product(*axes.values.values())]
-    points = [] if draws else [Point(values, name_of(values)) for values in combinations]
-    settings = {point.name: [*axes.fixed, *(f"{key}={value}" for key, value in point.values.items())] for point in points}
     # A sweeper that draws is tried with the first value of each list.
-    first = [*axes.fixed, *(f"{key}={values[0]}" for key, values in axes.values.items())]
+    points = [Point(values, name_of(values)) for values in (combinations[:1] if draws else combinations)]
     places = [word for word in hydras if word.startswith("hydra.sweep.dir=")]
+    lines = {
+        point.name: [*options, *axes.fixed, *(f"{key}={value}" for key, value in point.values.items()), *places]
+        for point in points
+    }
     experiment_name = None
     with suppress(ConfigError):  # wrong words show below, in every run
-        experiment_name = compose([*options, *first, *places]).config.trainer.experiment_name
+        experiment_name = compose(lines[points[0].name]).config.trainer.experiment_name
     name = experiment_name or f"sweep_{dated_name()}"
-    lines = {
-        point: [*options, *words, *places, f"trainer.experiment_name={overrides.quoted(f'{name}/{point}')}"]
-        for point, words in settings.items()
-    }
-    composed = _of_each(list(lines), len(points), lambda point: compose(lines[point]))
-    if draws:
-        composed = {}
-        trial = compose([*options, *first, *places])
-    folders = {str(Path(run.config.trainer.default_local_dir).expanduser()) for run in composed.values() or [trial]}
+    composed = _of_each(
+        list(lines),
+        len(points),
+        lambda point: compose([*lines[point], f"trainer.experiment_name={overrides.quoted(f'{name}/{point}')}"]),
+    )
+    folders = {str(Path(run.config.trainer.default_local_dir).expanduser()) for run in composed.values()}
     if len(folders) > 1:
         raise ConfigError(f"--multirun: the runs of a sweep lie in one folder, not in {' and '.join(sorted(folders))}")
+    if draws:
+        points, composed = [], {}
     if "hydra/sweeper=halving" in hydras and len({point.setting for point in points}) < 2:
         raise ConfigError("hydra/sweeper=halving: all runs differ by their seeds alone, and none is a better setting")
     folder = Path(folders.pop()) / name

@@ -56,20 +56,19 @@ def between_sound_keys(config: Config, problems: Iterable[str]) -> Problems:
 def _options(config: Config) -> Problems:
     """Yield options that Hydra's `instantiate` would read, at any depth: here nothing is made by a name."""
 
-    def names(value: object, key: str) -> Problems:
+    def problems(value: object, key: str) -> Problems:
+        if re.search(r"\._\w+_$", key):
+            yield f"{key}: no function has such an option, and nothing is made by its name here; leave it out"
         if isinstance(value, Mapping):
             for name, entry in value.items():
-                if re.fullmatch(r"_\w+_", str(name)):
-                    yield f"{key}.{name}"
-                yield from names(entry, f"{key}.{name}")
+                yield from problems(entry, f"{key}.{name}")
         elif isinstance(value, list):
             for entry in value:
-                yield from names(entry, key)
+                yield from problems(entry, key)
 
     for leaf in leaves().values():
         if leaf.kind.base is dict:
-            for key in names(value_of(config, leaf.key), leaf.key):
-                yield f"{key}: no function has such an option, and nothing is made by its name here; leave it out"
+            yield from problems(value_of(config, leaf.key), leaf.key)
 
 
 def _training(config: Config) -> Problems:
@@ -158,12 +157,7 @@ def _episodes(config: Config) -> Problems:
 
 
 def _schedule(config: Config) -> Problems:
-    loss, schedule, data, n = (
-        config.actor.policy_loss.loss_mode,
-        config.trainer.schedule,
-        config.data,
-        config.rollout.n,
-    )
+    loss, schedule, data = config.actor.policy_loss.loss_mode, config.trainer.schedule, config.data
     offline, pairs = config.is_offline, config.trains_pairs
     if pairs and loss in LABEL_LOSSES and data.responses != "rows":
         yield f"{_A}.policy_loss.loss_mode={loss}: learns labelled answers; data.responses=rows, with columns completion and label"
@@ -172,8 +166,8 @@ def _schedule(config: Config) -> Problems:
             f"data.truncation={data.truncation}: a loss over pairs compares whole answers, and a cut one would be another; "
             "drop long rows with data.filter_overlong_prompts=true"
         )
-    if pairs and config.collects and n < 2:
-        yield f"{_R}.n={n}: data.responses={data.responses} compares the best and the worst of a group; 2 or more"
+    if pairs and config.collects and config.rollout.n < 2:
+        yield f"{_R}.n={config.rollout.n}: data.responses={data.responses} compares the best and the worst of a group; 2 or more"
     if schedule == OFFLINE and not offline:
         yield f"trainer.schedule={OFFLINE}: is chosen by data.responses=rows, which trains on the answers in data.train_files"
     elif loss == SUPERVISED_LOSS and not offline and ":" not in schedule:
@@ -272,9 +266,9 @@ def _batches(config: Config) -> Problems:
 
 
 def _nearest_divisors(number: int, divisor: int) -> str:
-    below = next((value for value in range(min(divisor - 1, number), 0, -1) if number % value == 0), None)
-    above = next((value for value in range(divisor + 1, number + 1) if number % value == 0), None)
-    return " or ".join(str(value) for value in (below, above) if value is not None)
+    ranges = range(min(divisor - 1, number), 0, -1), range(divisor + 1, number + 1)
+    nearest_divisors = (next((str(value) for value in values if number % value == 0), "") for values in ranges)
+    return " or ".join(filter(None, nearest_divisors))
 
 
 def _divisors(number: int) -> str:

@@ -56,12 +56,7 @@ def _data(config: Config) -> Problems:
         present, missing = ("path", "name") if custom.name is None else ("name", "path")
         yield f"data.custom_cls.{present}={getattr(custom, present)}: needs data.custom_cls.{missing} as well"
     template = data.chat_template
-    if (
-        template is not None
-        and "{{" not in template
-        and "{%" not in template
-        and not os.path.isfile(os.path.expanduser(template))
-    ):
+    if template is not None and not re.search("{[{%]", template) and not os.path.isfile(os.path.expanduser(template)):
         yield f"data.chat_template={template}: neither a Jinja template ({{{{ ... }}}}) nor a file"
 
 
@@ -84,14 +79,12 @@ def _data_file(file: str, *, elsewhere: bool) -> str | None:
 
 def _models(config: Config) -> Problems:
     model, scorer = config.model, config.reward.reward_model
-    scorer_only, own_tokenizer = (
-        config.trains_only_reward_model,
-        f"{_MODEL}.tokenizer_path",
-    )  # scorer_only: without a policy
+    scorer_only = config.trains_only_reward_model  # without a policy
     if not scorer_only and not model.path:
         yield f"{_MODEL}.path is not set: give a Hugging Face model folder, or builtin:arithmetic for the embedded model"
     elif not scorer_only:
-        yield from _model_folder(config, OWN_CODE, f"{_MODEL}.path", model.path, own_tokenizer, model.tokenizer_path)
+        keys = f"{_MODEL}.path", f"{_MODEL}.tokenizer_path"
+        yield from _model_folder(config, OWN_CODE, keys[0], model.path, keys[1], model.tokenizer_path)
         if config.may_have_critic and config.critic_has_own_model:
             path = config.critic.model.path
             if path.startswith("builtin:"):
@@ -221,13 +214,14 @@ def _run(config: Config) -> Problems:
         yield f"trainer.default_local_dir={folder!r}: give the folder in which runs are made, a path without control characters"
     else:
         path = Path(folder).expanduser()
-        above = next((entry for entry in (path, *path.parents) if entry.exists()), path)
-        if above.exists() and not above.is_dir():
+        above = next(entry for entry in (path, *path.parents) if entry.exists())
+        if not above.is_dir():
             yield f"trainer.default_local_dir={folder}: {above} is a file, so no folder can be made there"
-    if trainer.resume_mode == "resume_path" and resumed is None:
-        yield "trainer.resume_mode=resume_path: needs trainer.resume_from_path, a folder .../checkpoints/step_N"
-    elif trainer.resume_mode == "resume_path" and resumed is not None and not os.path.isdir(resumed):
-        yield f"trainer.resume_from_path={show(resumed)}: there is no folder {show(os.path.abspath(resumed))}"
+    if trainer.resume_mode == "resume_path":
+        if resumed is None:
+            yield "trainer.resume_mode=resume_path: needs trainer.resume_from_path, a folder .../checkpoints/step_N"
+        elif not os.path.isdir(resumed):
+            yield f"trainer.resume_from_path={show(resumed)}: there is no folder {show(os.path.abspath(resumed))}"
     # A run that is only planned here needs no packages here.
     for name in [] if trainer.dry_run else missing_loggers(config):
         installed = ",".join(other for other in dict.fromkeys(names) if other != name)

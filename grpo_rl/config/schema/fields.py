@@ -41,9 +41,9 @@ class Kind:
 
 @frozen
 class Leaf:
-    key: str
     kind: Kind
     default: Any
+    key: str
     part: str  # part of a run that reads it (`kinds.field`); empty if no rule is about it
     needs: tuple[tuple[str, str], ...]
     """Needs of the key and the sections around it, after the section that has them."""
@@ -51,22 +51,20 @@ class Leaf:
 
 
 def kind_of(annotation: Any) -> Kind:
-    if get_origin(annotation) in (typing.Union, types.UnionType):
-        inner = [part for part in get_args(annotation) if part is not type(None)]
-        assert len(inner) == 1, f"a key takes one type or null: {annotation}"
-        return dataclasses.replace(kind_of(inner[0]), optional=True)
-    if get_origin(annotation) is Annotated:
-        base, *metadata = get_args(annotation)
-        (bounds,) = (entry for entry in metadata if isinstance(entry, Range))
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        (inner,) = (part for part in arguments if part is not types.NoneType)
+        return dataclasses.replace(kind_of(inner), optional=True)
+    if origin is Annotated:
+        base, bounds = arguments
         return dataclasses.replace(kind_of(base), range=bounds)
-    if get_origin(annotation) is Literal:
-        return Kind(str, choices=get_args(annotation))
-    if get_origin(annotation) is list:
-        return Kind(list, item=kind_of(get_args(annotation)[0]))
-    if get_origin(annotation) is dict:
-        return Kind(dict)
-    assert annotation in (int, float, bool, str), f"no rule for values of {annotation}"
-    return Kind(annotation)
+    if origin is Literal:
+        return Kind(str, choices=arguments)
+    if origin is list:
+        return Kind(list, item=kind_of(*arguments))
+    base = origin or annotation
+    assert base in _NOUNS, f"no rule for values of {annotation}"
+    return Kind(base)
 
 
 @cache
@@ -77,43 +75,44 @@ def annotations_of(section: type) -> dict[str, Any]:
 
 @cache
 def leaves() -> dict[str, Leaf]:
-    return {leaf.key: leaf for leaf in _leaves(Config, Config(), "", "", (), False)}
+    return {leaf.key: leaf for leaf in _leaves(Config(), "", "", (), False)}
 
 
-def _leaves(
-    section: type, defaults: Any, prefix: str, part: str, needs: tuple[tuple[str, str], ...], harmless: bool
-) -> Iterator[Leaf]:
+def _leaves(section: Any, key: str, part: str, needs: tuple[tuple[str, str], ...], harmless: bool) -> Iterator[Leaf]:
     """A section's part, needs and harmlessness hold for its keys by default."""
-    annotations = annotations_of(section)
     for entry in dataclasses.fields(section):
-        annotation, default, metadata = annotations[entry.name], getattr(defaults, entry.name), entry.metadata
-        key, own_part = prefix + entry.name, metadata.get("part") or part
-        all_needs = needs + tuple((prefix[:-1], need) for need in metadata.get("needs", ()))
-        is_harmless = harmless or metadata.get("harmless", False)
-        if dataclasses.is_dataclass(annotation):
-            assert isinstance(annotation, type)
-            yield from _leaves(annotation, default, f"{key}.", own_part, all_needs, is_harmless)
+        default, metadata = getattr(section, entry.name), entry.metadata
+        inherited = (
+            f"{key}.{entry.name}".lstrip("."),
+            metadata.get("part") or part,
+            needs + tuple((key, need) for need in metadata.get("needs", ())),
+            harmless or metadata.get("harmless", False),
+        )
+        if dataclasses.is_dataclass(default):
+            yield from _leaves(default, *inherited)
         else:
-            yield Leaf(key, kind_of(annotation), default, own_part, all_needs, is_harmless)
+            yield Leaf(kind_of(annotations_of(type(section))[entry.name]), default, *inherited)
+
+
+def groups_around(key: str) -> Iterator[str]:
+    """Yield `a.b` and `a` for `a.b.c`."""
+    while key := key.rpartition(".")[0]:
+        yield key
 
 
 @cache
 def sections() -> frozenset[str]:
-    names = set()
-    for key in leaves():
-        parts = key.split(".")[:-1]
-        names |= {".".join(parts[: depth + 1]) for depth in range(len(parts))}
-    return frozenset(names)
+    return frozenset(group for key in leaves() for group in groups_around(key))
 
 
-def free_mapping(key: str) -> str | None:
-    """Return the free mapping that `key` lies in, e.g. `...override_config` for `...override_config.a`."""
-    parts = key.split(".")
-    for depth in range(1, len(parts)):
-        leaf = leaves().get(".".join(parts[:depth]))
-        if leaf is not None and leaf.kind.base is dict:
-            return leaf.key
-    return None
+def leaf_around(key: str) -> Leaf | None:
+    """Return the key of the schema that `key` lies in, e.g. `...override_config` for `...override_config.a`."""
+    return next((leaves()[group] for group in groups_around(key) if group in leaves()), None)
+
+
+def free_mapping(key: str) -> Leaf | None:
+    leaf = leaf_around(key)
+    return leaf if leaf and leaf.kind.base is dict else None
 
 
 def value_of(config: Any, key: str) -> Any:
@@ -166,7 +165,7 @@ def nearest(key: str) -> tuple[str, ...]:
 def siblings(key: str) -> list[str]:
     """Return the names directly in the group that `key` would lie in."""
     group = key.rpartition(".")[0]
-    names = [name[len(group) + 1 :].split(".")[0] for name in leaves() if name.startswith(group + ".")]
+    names = (name.removeprefix(f"{group}.").partition(".")[0] for name in leaves() if name.startswith(f"{group}."))
     return list(dict.fromkeys(names))
 
 

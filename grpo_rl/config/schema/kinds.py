@@ -4,7 +4,8 @@ need: they refuse slips (`rollout.n=1e12`) and what arithmetic cannot hold (`tem
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from grpo_rl.frozen import frozen
@@ -41,22 +42,22 @@ class Range:
     lt: float | None = None
     zero: bool = False  # 0 is allowed below the lower bound
 
+    def _bounds(self) -> list[tuple[str, Callable[[float, float], bool], float]]:
+        signs = (
+            (">=", operator.ge, self.ge),
+            (">", operator.gt, self.gt),
+            ("<=", operator.le, self.le),
+            ("<", operator.lt, self.lt),
+        )
+        return [(sign, compare, bound) for sign, compare, bound in signs if bound is not None]
+
     def describe(self) -> str:
         """`>= 1 and < 2`."""
-        bounds = ((self.ge, ">="), (self.gt, ">"), (self.le, "<="), (self.lt, "<"))
-        parts = [
-            f"{sign} {bound if isinstance(bound, int) else format(bound, 'g')}" for bound, sign in bounds if bound is not None
-        ]
+        parts = [f"{sign} {bound if isinstance(bound, int) else format(bound, 'g')}" for sign, _, bound in self._bounds()]
         return ("0, or " if self.zero else "") + " and ".join(parts)
 
     def problem(self, number: float) -> str | None:
-        inside = (
-            (self.ge is None or number >= self.ge)
-            and (self.gt is None or number > self.gt)
-            and (self.le is None or number <= self.le)
-            and (self.lt is None or number < self.lt)
-        )
-        if inside or (self.zero and number == 0):
+        if all(compare(number, bound) for _, compare, bound in self._bounds()) or (self.zero and number == 0):
             return None
         return f"is out of range, it must be {self.describe()}" + (f" ({self.reason})" if self.reason else "")
 

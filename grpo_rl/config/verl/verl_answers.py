@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
 from grpo_rl.config import recipes
 from grpo_rl.config.convert import show
-from grpo_rl.config.schema.fields import flat
+from grpo_rl.config.schema.fields import flat, groups_around, leaves
 from grpo_rl.frozen import frozen
 
 
@@ -53,21 +53,19 @@ def _read(text: str) -> dict[str, Answer]:
 ANSWERS = _read(Path(__file__).with_name("keys.txt").read_text(encoding="utf-8"))
 
 
-def looks_like_verls(named_keys: Collection[str], model: str, train_files: Collection[str]) -> bool:
-    """Return whether a command with these keys may be one of verl's."""
-    names_both = {"actor_rollout_ref.model.path", "data.train_files"} <= set(named_keys) and "data.responses" not in named_keys
-    return names_both and not any(name.startswith(("builtin:", "task:")) for name in (model, *train_files))
-
-
-def other_defaults(named_keys: Collection[str], defaults: Mapping[str, Any]) -> str | None:
-    """Return a line with the defaults that differ from verl's, without `named_keys`."""
+def other_defaults(named_keys: set[str], *inputs: str) -> Iterator[str]:
+    """Yield a line with the defaults that differ from verl's, without `named_keys`, if a command with these keys, model and
+    files may be one of verl's."""
+    if not {"actor_rollout_ref.model.path", "data.train_files"} <= named_keys or "data.responses" in named_keys:
+        return
     path = recipes.conf() / "verl" / "ppo_trainer.yaml"
     named = [
-        f"{'.'.join(key.split('.')[-2:])}={show(defaults[key])} ({show(verls)})"
+        f"{'.'.join(key.split('.')[-2:])}={show(leaves()[key].default)} ({show(verls)})"
         for key, verls in flat(recipes.read(path, path.stem).entries).items()
         if key not in named_keys
     ]
-    return f"other defaults than verl's (in brackets; -cn ppo_trainer has them): {', '.join(named)}" if named else None
+    if named and not any(name.startswith(("builtin:", "task:")) for name in inputs):
+        yield f"other defaults than verl's (in brackets; -cn ppo_trainer has them): {', '.join(named)}"
 
 
 def in_lists(correction: MutableMapping[str, Any]) -> None:
@@ -97,13 +95,12 @@ def answer_for(key: str) -> Answer | None:
     """Return the answer for `key` or the nearest group around it; None if verl has no such key."""
     name, answer = _nearest(key)
     # Accepted values of a group are not accepted for a key inside it.
-    return answer if answer is None or name == key else dataclasses.replace(answer, accepts=())
+    return answer and (answer if name == key else dataclasses.replace(answer, accepts=()))
 
 
 def _nearest(key: str) -> tuple[str, Answer | None]:
-    names = key.split(".")
-    groups = (".".join(names[:length]) for length in range(len(names), 0, -1))
-    return next(((group, ANSWERS[group]) for group in groups if group in ANSWERS), (key, None))
+    name = next((name for name in (key, *groups_around(key)) if name in ANSWERS), key)
+    return name, ANSWERS.get(name)
 
 
 def refusal(key: str, value: Any, where: str = "") -> str | None:
