@@ -132,7 +132,7 @@ def _is_due(entry: _Entry, context: dict[str, Any]) -> bool:
     # Noted before it is done, as this process may end by it.
     assert _state is not None
     try:
-        os.close(os.open(_state / sha256(entry.text.encode()).hexdigest()[:16], os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        (_state / sha256(entry.text.encode()).hexdigest()[:16]).touch(exist_ok=False)
     except FileExistsError:
         return False
     return True
@@ -142,10 +142,8 @@ def _note(entry: _Entry, context: dict[str, Any]) -> None:
     if _state is None:
         return
     facts = {key: str(value) for key, value in context.items()}
-    line = json.dumps({"fault": entry.text, "pid": os.getpid(), "time": time.time(), **facts}) + "\n"
-    descriptor = os.open(_state / "fired.jsonl", os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
-    os.write(descriptor, line.encode())
-    os.close(descriptor)
+    with (_state / "fired.jsonl").open("a") as file:
+        file.write(json.dumps({"fault": entry.text, "pid": os.getpid(), "time": time.time(), **facts}) + "\n")
 
 
 def tell(**context: Any) -> None:

@@ -233,7 +233,7 @@ def _roles(inputs: Inputs, make_pool: Callable[..., LocalPool], models: Path, st
         judge = None
         if plan.reward.judge:
             judge = JudgeRunner(config.reward.judge, partial(JudgeProcess, JudgeSpec.of(config.reward)))
-        roles.rewarder = inputs.models.beside(rules, ranks.get("reward_model"), judge)
+        roles.rewarder = inputs.rewarder(rules, ranks.get("reward_model"), judge)
         stack.callback(roles.rewarder.close)
     if config.reward.audit and inputs.train_data is not None:
         roles.audit = Audit(config.reward, inputs.audit, stack)

@@ -80,19 +80,10 @@ def start(
 class Child:
     """One process with a channel, which `serve` runs at the other end.
 
-    It dies with the thread that started it, unless it `outlives_thread`: then it ends once its channel is closed. `send` and
-    `receive` may be called in two threads, and `kill` in any.
+    It dies with the thread that started it. `send` and `receive` may be called in two threads, and `kill` in any.
     """
 
-    def __init__(
-        self,
-        module: str,
-        setup: Any,
-        log: OutputLog,
-        *,
-        outlives_thread: bool = False,
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, module: str, setup: Any, log: OutputLog) -> None:
         """Start the process and send it its `setup`. Raises TypeError or ValueError for a setup that is no plain data."""
         body = encode(setup)
         self.log = log
@@ -101,12 +92,11 @@ class Child:
         self._killing = threading.Lock()
         # The same modules as here; an order of sets that is the same in every process, as rewards may depend on it.
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        variables = {"PYTHONHASHSEED": "0"} | os.environ | ONE_THREAD | {"PYTHONPATH": path} | dict(environment or {})
+        variables = {"PYTHONHASHSEED": "0"} | os.environ | ONE_THREAD | {"PYTHONPATH": path}
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115
         fds = child_socket.fileno(), self._stacks.fileno()
         with child_socket:
-            words = [str(fds[0]), "0" if outlives_thread else str(os.getpid()), str(fds[1])]
-            self._process = start(module, words, pass_fds=fds, environment=variables)
+            self._process = start(module, [str(fds[0]), str(os.getpid()), str(fds[1])], pass_fds=fds, environment=variables)
         self._oom_kills = oom_kills()
         self.pid, self.name = self._process.pid, f"{module.split('.')[1].removesuffix('s')} process"
         self._last_message = time.monotonic()
@@ -117,15 +107,15 @@ class Child:
             self.send(body, START_S)
         CHILDREN.add(self)
 
-    def wait_until_ready(self, timeout_s: float = START_S) -> str | None:
+    def wait_until_ready(self) -> str | None:
         """Return None once the process has started, or why it has not; then it is killed."""
         try:
-            answer = self.receive(timeout_s)
+            answer = self.receive(START_S)
             if answer == {"ready": True}:
                 return None
             reason = str(answer.get("failed", answer) if isinstance(answer, dict) else answer)
         except TimeoutError:
-            reason = f"it did not start within {timeout_s:g} s"
+            reason = f"it did not start within {START_S:g} s"
         except (OSError, EOFError, ValueError) as error:
             reason = self.how_it_ended(error)
         self.kill()
@@ -217,8 +207,7 @@ class Child:
         return f"the process exited with code {code}"
 
     def with_last_output(self, reason: str) -> str:
-        last_output = self.log.last
-        return f"{reason}; its last output: {last_output}" if last_output else reason
+        return f"{reason}; its last output: {self.log.last}" if self.log.last else reason
 
     def _exit_code(self) -> int | None:
         """Return the exit code without reaping: as long as its pid is taken, its group can be killed."""
@@ -233,8 +222,7 @@ class Child:
     def _wait_for(self, event: int, deadline: float) -> None:
         poller = select.poll()
         poller.register(self._channel, event)
-        seconds_left = deadline - time.monotonic()
-        if not poller.poll(None if seconds_left == math.inf else max(0, math.ceil(1000 * seconds_left))):
+        if not poller.poll(None if deadline == math.inf else max(0, math.ceil(1000 * (deadline - time.monotonic())))):
             raise TimeoutError("it does not answer")
 
     def _size_of_message(self) -> int | None:
@@ -354,8 +342,7 @@ def serve(arguments: Sequence[str], begin: Callable[[Any, Parent], Callable[[Any
     """
     descriptor, parent_pid, stacks = map(int, arguments)
     remember_environment()
-    if parent_pid:
-        die_with(parent_pid)
+    die_with(parent_pid)
     adopt_orphans()
     channel = socket.socket(fileno=descriptor)
     parent = Parent(channel)

@@ -63,26 +63,25 @@ class ActorWorker(Teaches, TrainedRank[ActorSpec, PolicyModel]):
             self.routers.keep_choices(shard, micro_batches)
         return as_block({"logprobs_T": logprobs_T})
 
-    def reference_logprobs(self, shard: Batch, micro_batches: Sequence[Rows], want_hidden: bool) -> tuple[bool, dict[str, Any]]:
+    def reference_logprobs(self, *arguments: Any) -> tuple[bool, dict[str, Any]]:
         """By the base model under the adapters."""
         with lora.adapters_off(self.model):
-            return self.teacher_logprobs(shard, micro_batches, want_hidden)
+            return self.teacher_logprobs(*arguments)
 
-    def teacher_logprobs(
-        self, shard: Batch, micro_batches: Sequence[Rows], want_hidden: bool, top: tuple[int, int] | None = None
-    ) -> tuple[bool, dict[str, Any]]:
+    def teacher_logprobs(self, *arguments: Any) -> tuple[bool, dict[str, Any]]:
+        """By the policy as it is; arguments as those of `taught`."""
         self.memory.load_weights()
-        columns = self._taught(shard, micro_batches, want_hidden, top)
+        columns = self._taught(*arguments)
         self.memory.release()
         return as_block(columns)
 
-    def average_logprobs(self, shard: Batch, *arguments: Any) -> tuple[bool, dict[str, Any]]:
+    def average_logprobs(self, *arguments: Any) -> tuple[bool, dict[str, Any]]:
         """By the moving average of the policy's weights."""
         self.files.wait_for_copy()  # of a checkpoint, which is to have the weights themselves
         self.memory.load_all()
         fsdp.reshard(self.model)
         with averaged(self.optimizer):
-            columns = self._taught(shard, *arguments)
+            columns = self._taught(*arguments)
             fsdp.reshard(self.model)
         self.memory.release()
         return as_block(columns)

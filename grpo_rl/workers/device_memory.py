@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -106,6 +108,20 @@ class DeviceMemory:
             # Memory that another process had mapped is kept until this process asks whether it still does.
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
+
+
+class OnDevice:
+    """A rank whose models leave the device while an engine starts there, and come back."""
+
+    memories: Sequence[DeviceMemory]
+
+    def vacate(self) -> None:
+        for memory in self.memories:
+            memory.vacate()
+
+    def occupy(self) -> None:
+        for memory in self.memories:
+            memory.occupy()
 
 
 def in_host_memory(tensor: Tensor, host: HostMemory, key: object) -> Tensor:

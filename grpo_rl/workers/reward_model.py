@@ -18,7 +18,7 @@ from grpo_rl.models import fsdp
 from grpo_rl.models.heads import ScoreModel, load_score_config, load_scorer
 from grpo_rl.models.packing import Sequences
 from grpo_rl.types import Batch
-from grpo_rl.workers.device_memory import DeviceMemory
+from grpo_rl.workers.device_memory import DeviceMemory, OnDevice
 from grpo_rl.workers.model_work import ModelWork
 from grpo_rl.workers.sharded_policy import as_block, build_sharded, join_set
 from grpo_rl.workers.specs import OptimizerStep, PolicySpec, Rank, RewardModelSpec, Rows, ScoreBatch, TrainedRewardModelSpec
@@ -48,19 +48,14 @@ class Scores:
         return columns
 
 
-class RewardModelWorker(Scores):
+class RewardModelWorker(Scores, OnDevice):
     def __init__(self, spec: RewardModelSpec, rank: Rank) -> None:
         self.device = join_set(rank)
         self.model = _build(spec, rank, self.device)
         self.work = ModelWork(self.model)
         self.memory = DeviceMemory(self.model, self.device, param_offload=spec.param_offload)
+        self.memories = [self.memory]
         self.memory.release()
-
-    def vacate(self) -> None:
-        self.memory.vacate()
-
-    def occupy(self) -> None:
-        self.memory.occupy()
 
 
 class TrainedRewardModelWorker(Scores, TrainedRank[TrainedRewardModelSpec, ScoreModel]):

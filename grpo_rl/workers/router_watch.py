@@ -13,6 +13,7 @@ from grpo_rl.columns import values
 from grpo_rl.models.experts import Routing, balance_loss, choice_dtype, nothing_given, router_metrics
 from grpo_rl.models.packing import Sequences
 from grpo_rl.types import Batch, Counts, segment_index
+from grpo_rl.workers.sharded_policy import rows_of
 from grpo_rl.workers.specs import ActorSpec, OptimizerStep, Rows
 
 
@@ -66,7 +67,7 @@ class RouterWatch:
             return
         counts_LE = self._counted
         for rows in (*step.micro_batches, *step.zero_advantage):
-            micro_batch = batch.select(list(rows)) if rows else None
+            micro_batch = rows_of(batch, rows)
             if micro_batch is not None and micro_batch.experts_S is not None:
                 counts_LE += self._replayed_counts(micro_batch)
             elif not self.replays:

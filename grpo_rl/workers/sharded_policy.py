@@ -85,9 +85,7 @@ def _store(rank: Rank, timeout: datetime.timedelta) -> dist.TCPStore:
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.bfloat16 if name == "bfloat16" else torch.float32
+    return torch.bfloat16 if name == "bfloat16" or (name == "auto" and device.type == "cuda") else torch.float32
 
 
 def build_policy(spec: PolicySpec, rank: Rank, device: torch.device) -> PolicyModel:
@@ -209,6 +207,10 @@ def language_model(spec: PolicySpec, on_meta: bool = False) -> Any:
     return load.load_lm(model.path, config, trust_remote_code=model.trust_remote_code, on_meta=on_meta, key=key)
 
 
+def rows_of(shard: Batch, rows: Rows) -> Batch | None:
+    return shard.select(list(rows)) if rows else None
+
+
 def sequences_of(batch: Batch | None, device: torch.device, *, share_prompts: bool) -> Sequences:
     """None gives two untrained tokens: a rank without work enters FSDP's collectives all the same."""
     if batch is None:
@@ -245,7 +247,7 @@ class Teaches:
         """On the CPU. `top`: the so many likeliest tokens, of the first so many ids."""
         pieces: dict[str, list[Tensor]] = defaultdict(list)
         for rows in micro_batches:
-            batch = shard.select(list(rows)) if rows else None
+            batch = rows_of(shard, rows)
             output = policy(
                 sequences_of(batch, self.device, share_prompts=self.share_prompts), want_hidden=want_hidden, top=top
             )

@@ -18,16 +18,16 @@ from grpo_rl.models import fsdp
 from grpo_rl.models.forward import PackedModel
 from grpo_rl.models.optim import make_optimizer, make_scheduler
 from grpo_rl.types import Batch, Counts
-from grpo_rl.workers.device_memory import DeviceMemory
+from grpo_rl.workers.device_memory import DeviceMemory, OnDevice
 from grpo_rl.workers.model_work import ModelWork
-from grpo_rl.workers.sharded_policy import Saves, join_set
+from grpo_rl.workers.sharded_policy import Saves, join_set, rows_of
 from grpo_rl.workers.specs import ActorSpec, CriticSpec, OptimizerStep, Rank, Rows, TrainedRewardModelSpec, Update
 
 S = TypeVar("S", bound="ActorSpec | CriticSpec | TrainedRewardModelSpec")
 M = TypeVar("M", bound=PackedModel)
 
 
-class TrainedRank(Saves, ABC, Generic[S, M]):
+class TrainedRank(Saves, OnDevice, ABC, Generic[S, M]):
     """One FSDP2 rank with a model, its optimizer and its schedule."""
 
     role: ClassVar[str]
@@ -46,6 +46,7 @@ class TrainedRank(Saves, ABC, Generic[S, M]):
         offload = {"param_offload": spec.param_offload, "optimizer_offload": spec.optimizer_offload}
         offload["in_host_memory"] = spec.in_host_memory
         self.memory = DeviceMemory(self.model, self.device, self.optimizer, **offload)
+        self.memories = [self.memory]
         self.memory.release()
         # They stay on the device until the step is taken: to read one is to wait for all that the device was given.
         self._losses: list[Tensor] = []
@@ -81,8 +82,7 @@ class TrainedRank(Saves, ABC, Generic[S, M]):
             self._losses.clear()  # of a step that an error ended
             self._add_gradient(batch, step)
             results.append(self._optimizer_step(step.counts))
-        self.optimizer.zero_grad(set_to_none=True)
-        self.memory.release()
+        self._end_update()
         return results
 
     def forward_backward(self, shard: Batch, update: Update) -> None:
@@ -94,39 +94,43 @@ class TrainedRank(Saves, ABC, Generic[S, M]):
     def optim_step(self, counts: Counts) -> list[dict[str, float]]:
         """Take the optimizer step of all parts, whose counts are `counts`."""
         self.memory.load_all()
-        results = [self._optimizer_step(counts)]
+        stats = self._optimizer_step(counts)
+        self._end_update()
+        return [stats]
+
+    def _end_update(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         self.memory.release()
-        return results
 
     def _add_gradient(self, batch: Batch, step: OptimizerStep) -> None:
         """Make the passes of a step, or of a part of one."""
-        losses, passes = self._losses, self._stats
-        if not losses:
+        if not self._losses:
             self._passes("start")
             self.optimizer.zero_grad(set_to_none=True)
-            passes.clear()
+            self._stats.clear()
             self.begin_step(batch, step)
         batch = batch if step.selected_T is None else batch.replace(selected_T=step.selected_T)
         # These passes come first: the last one of the step is the one that reduces gradients.
         for rows in step.zero_advantage:
             with torch.no_grad():
-                loss, micro_stats = self.loss(batch.select(list(rows)) if rows else None, step)
-            losses.append(loss)
-            passes.append(micro_stats)
+                self._losses.append(self._pass(batch, rows, step))
         for number, rows in enumerate(step.micro_batches):
             last = number == len(step.micro_batches) - 1
             # On CPU whole gradients stay local until the last micro-batch; a GPU lacks the memory for them.
             assert isinstance(self.model, FSDPModule)
             self.model.set_requires_gradient_sync(last or self.device.type == "cuda")
             self._passes("forward", micro_batch=number, rollouts=len(rows))
-            loss, micro_stats = self.loss(batch.select(list(rows)) if rows else None, step)
+            loss = self._pass(batch, rows, step)
             if self._passes("loss", micro_batch=number) == "nan":
                 loss = loss * math.nan
             loss.backward()
-            losses.append(loss.detach())
-            passes.append(micro_stats)
+            self._losses.append(loss.detach())
             self._passes("mid_backward", micro_batch=number)
+
+    def _pass(self, batch: Batch, rows: Rows, step: OptimizerStep) -> Tensor:
+        loss, stats = self.loss(rows_of(batch, rows), step)
+        self._stats.append(stats)
+        return loss
 
     def _optimizer_step(self, counts: Counts) -> dict[str, float]:
         total_loss = sum(numbers(self._losses), 0.0)
@@ -152,7 +156,7 @@ class TrainedRank(Saves, ABC, Generic[S, M]):
         """Return `measure` of each trained token of the micro-batches, on the CPU."""
         self.memory.load_weights()
         self.model.eval()
-        columns = [self.measure(shard.select(list(rows)) if rows else None).cpu() for rows in micro_batches]
+        columns = [self.measure(rows_of(shard, rows)).cpu() for rows in micro_batches]
         self.model.train()
         self.memory.release()
         return torch.cat(columns)
@@ -170,12 +174,6 @@ class TrainedRank(Saves, ABC, Generic[S, M]):
         fsdp.reshard(self.model)
         weights = weights_of(self.model)
         return len(weights), weights
-
-    def vacate(self) -> None:
-        self.memory.vacate()
-
-    def occupy(self) -> None:
-        self.memory.occupy()
 
 
 def combined(passes: Sequence[dict[str, Tensor]]) -> dict[str, float]:

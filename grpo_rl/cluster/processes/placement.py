@@ -7,6 +7,7 @@ without a word, or fail hours later.
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import time
@@ -86,8 +87,7 @@ class Pool:
         ]
         self._wait(nnodes, timeout_s, grow_s)
         self.gpu_ids = [_probe_gpus(group, timeout_s) if use_gpu else [] for group in self.groups]
-        one_node = [[*range(per_node)]]
-        self.on_nodes = [one_node if nodes_per_slot == 1 else self._by_node(group, nodes_per_slot) for group in self.groups]
+        self.on_nodes = [self._by_node(group, nodes_per_slot) for group in self.groups]
         self._check, self.nodes = check, set(nodes_of(*self.groups))
         if check is not None:
             check(self.nodes)
@@ -168,7 +168,7 @@ class Pool:
                 )
 
     def _by_node(self, group: PlacementGroup, num_nodes: int) -> list[list[int]]:
-        """Return a spanning group's bundles node by node. Raises ClusterError for unequal shares."""
+        """Return a group's bundles node by node. Raises ClusterError for unequal shares."""
         nodes: dict[str, list[int]] = {}
         for bundle, node in sorted(placement_group_table(group)["bundles_to_node_id"].items()):
             nodes.setdefault(node, []).append(bundle)
@@ -251,7 +251,7 @@ class Found:
 def look(own_files: Sequence[str], paths: Sequence[str], seen_s: float = SEEN_S) -> Found:
     """Return this machine's versions, its code with the user's `own_files`, and which of `paths` it lacks."""
     until = time.monotonic() + seen_s
-    while (lacks := [path for path in paths if not _is_there(Path(path))]) and time.monotonic() < until:
+    while (lacks := [path for path in paths if not os.path.exists(path)]) and time.monotonic() < until:
         time.sleep(0.2)
     versions = {"Python": ".".join(map(str, sys.version_info[:3]))}
     versions |= {package: _version(package) for package in PACKAGES}
@@ -290,7 +290,7 @@ def check_machines(nodes: Iterable[str], run_folder: Path, own_files: Sequence[s
     # A new name: no file system has remembered that it was not there.
     marker = run_folder / f".seen_{token_hex(4)}"
     needed = {str(marker): "which the run has written: trainer.default_local_dir must be on storage that all machines share"}
-    needed |= {path: f"{key}: copy it there, to the same path" for path, key in models.items() if _is_there(Path(path))}
+    needed |= {path: f"{key}: copy it there, to the same path" for path, key in models.items() if os.path.exists(path)}
     local_setup = look(own_files, ())
     known = {node["NodeID"]: f"the machine {node['NodeManagerAddress']}" for node in ray.nodes()}
     problems: list[str] = []
@@ -321,13 +321,6 @@ def check_machines(nodes: Iterable[str], run_folder: Path, own_files: Sequence[s
         marker.unlink(missing_ok=True)
     if problems:
         raise ClusterError("\n  ".join(problems))
-
-
-def _is_there(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:
-        return False
 
 
 def _version(package: str) -> str:

@@ -16,8 +16,7 @@ import sys
 import threading
 import time
 import traceback
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -73,7 +72,6 @@ class Stored:
     """
 
     ref: Any
-    key: str
 
 
 class StoredBlock:
@@ -171,10 +169,10 @@ class WorkerHost:
     def _value(self, argument: Any) -> Any:
         if not isinstance(argument, Stored):
             return _local(argument)
-        if self._fetched[0] != argument.key:
+        if self._fetched[0] != (key := str(argument.ref)):
             # The old one goes first: two shards of a batch need not fit beside each other.
             self._fetched = ("", None)
-            self._fetched = (argument.key, _local(_get(argument.ref)))
+            self._fetched = (key, _local(_get(argument.ref)))
         return self._fetched[1]
 
 
@@ -348,30 +346,37 @@ class Worker:
             missing = cause.kind == ModuleNotFoundError.__name__
             remedy = f"; on its machine, {self.address}: bash scripts/setup.sh" if missing else ""
             return f"{cause}{remedy}\n  log: {self.log_file}"
-        if self.verdict is not None:
-            return f"{self.verdict}\n  log: {self.log_file}\n{self.log_tail()}"
-        reason = "the process died" if isinstance(error, ray.exceptions.RayActorError) else type(error).__name__
-        # A machine other than the controller's keeps its own count.
-        if reason == "the process died" and self.address == ray.util.get_node_ip_address() and oom_kills() > self._oom_kills:
-            return f"{KILLED_FOR_MEMORY}\n  log: {self.log_file}\n{self.log_tail()}"
+        died = isinstance(error, ray.exceptions.RayActorError)
         words = cause_line(str(error), at_end=isinstance(error, ray.exceptions.RayTaskError))
-        return f"{reason} ({words})\n  log: {self.log_file}\n{self.log_tail()}"
-
-    def log_tail(self) -> str:
+        # A machine other than the controller's keeps its own count.
+        if (reason := self.verdict) is None and died and self.is_here and oom_kills() > self._oom_kills:
+            reason = KILLED_FOR_MEMORY
+        reason = reason or f"{'the process died' if died else type(error).__name__} ({words})"
         try:
-            lines = self.log_file.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+            lines = [f"  | {line}" for line in self.log_file.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]]
         except OSError:
-            return "  (no log)"
-        return "\n".join(f"  | {line}" for line in lines)
+            lines = ["  (no log)"]
+        return "\n".join([reason, f"  log: {self.log_file}", *lines])
 
     def kill(self, verdict: str | None = None) -> None:
         """End the process and its children at once, even one that is stopped; `verdict` is the reason that errors give."""
         if self.verdict is None:
             self.verdict = verdict
         # The signal first: Ray forgets which process it was, and leaves one that is stopped where it is.
-        if self.pid is not None and self.address is not None:
-            kill_process(self.pid, self.address)
+        self.kill_process()
         ray.kill(self.actor)
+
+    def kill_process(self) -> None:
+        """Kill the process in whatever state it is. On another node a task of Ray's does it, which is not waited for."""
+        if self.pid is None:
+            return
+        if self.is_here:
+            kill_worker(self.pid)
+            return
+        for node in ray.nodes():
+            if node["Alive"] and node["NodeManagerAddress"] == self.address:
+                strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+                ray.remote(kill_worker).options(num_cpus=0, scheduling_strategy=strategy).remote(self.pid)
 
 
 class WorkerGroup:
@@ -412,7 +417,7 @@ class WorkerGroup:
 
     def store(self, values: Sequence[Any]) -> list[Stored]:
         """Put values that several calls carry into the object store; the result is passed in a value's place."""
-        return [Stored(ray.put(value), uuid.uuid4().hex) for value in values]
+        return [Stored(ray.put(value)) for value in values]
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Call `method` with the same arguments on every rank; return the results by rank."""
@@ -455,27 +460,34 @@ def wait_all(workers: Sequence[Worker], refs: Sequence[ray.ObjectRef], timeout_s
     """
     by_ref = dict(zip(refs, workers, strict=True))
     results: dict[ray.ObjectRef, Any] = {}
-    deadline = time.monotonic() + timeout_s
-    pending = list(refs)
+    for ref in as_they_end(refs, timeout_s):
+        try:
+            results[ref] = fetch(by_ref[ref], ref, what)
+        except WorkerDied:
+            raise
+        except ClusterError as error:
+            for other in as_they_end([pending for pending in refs if pending not in results and pending != ref], BLAME_S):
+                try:
+                    fetch(by_ref[other], other, what)
+                except WorkerDied as death:
+                    raise death from error
+                except GrpoRlError:
+                    continue  # another one that noticed
+            raise
+    if missing := [by_ref[ref] for ref in refs if ref not in results]:
+        names, logs = ", ".join(w.name for w in missing), ", ".join(str(w.log_file) for w in missing)
+        raise WorkerFailed(f"{what}: no answer from {names} within {timeout_s:.0f} s\n  log: {logs}", missing)
+    return [results[ref] for ref in refs]
+
+
+def as_they_end(refs: Iterable[ray.ObjectRef], timeout_s: float) -> Iterator[ray.ObjectRef]:
+    """Yield the calls as they end, until the deadline."""
+    pending, deadline = list(refs), time.monotonic() + timeout_s
     while pending:
         done, pending = ray.wait(pending, num_returns=1, timeout=min(1.0, max(0.0, deadline - time.monotonic())))
-        for ref in done:
-            try:
-                results[ref] = fetch(by_ref[ref], ref, what)
-            except WorkerDied:
-                raise
-            except ClusterError as error:
-                death = _death_among(by_ref, pending, what)
-                if death is None:
-                    raise
-                raise death from error
-        if pending and not done and time.monotonic() > deadline:
-            names = ", ".join(by_ref[ref].name for ref in pending)
-            logs = ", ".join(str(by_ref[ref].log_file) for ref in pending)
-            raise WorkerFailed(
-                f"{what}: no answer from {names} within {timeout_s:.0f} s\n  log: {logs}", [by_ref[ref] for ref in pending]
-            )
-    return [results[ref] for ref in refs]
+        yield from done
+        if not done and time.monotonic() > deadline:
+            return
 
 
 def fetch(worker: Worker, ref: ray.ObjectRef, what: str) -> Any:
@@ -511,21 +523,16 @@ def settle(
 
     Raises what `fetch` raises for a failure that a new process would not mend.
     """
-    by_ref = {ref: worker for worker, ref in calls.items()}
+    unanswered = {ref: worker for worker, ref in calls.items()}
     results: dict[Worker, Any] = {}
-    deadline = time.monotonic() + timeout_s
-    pending = list(by_ref)
-    while pending:
-        done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-        for ref in done:
-            try:
-                results[by_ref[ref]] = fetch(by_ref[ref], ref, what)
-            except WorkerFailed as error:
-                on_loss(by_ref[ref], error)
-        if not done:
-            for ref in pending:
-                on_loss(by_ref[ref], WorkerFailed(f"{what}: no answer from {by_ref[ref].name} within {timeout_s:.0f} s"))
-            break
+    for ref in as_they_end(unanswered, timeout_s):
+        worker = unanswered.pop(ref)
+        try:
+            results[worker] = fetch(worker, ref, what)
+        except WorkerFailed as error:
+            on_loss(worker, error)
+    for worker in unanswered.values():
+        on_loss(worker, WorkerFailed(f"{what}: no answer from {worker.name} within {timeout_s:.0f} s"))
     return results
 
 
@@ -535,27 +542,12 @@ def is_broken(error: RemoteError) -> bool:
     )
 
 
-def _death_among(by_ref: dict[ray.ObjectRef, Worker], pending: list[ray.ObjectRef], what: str) -> WorkerDied | None:
-    deadline = time.monotonic() + BLAME_S
-    while pending and time.monotonic() < deadline:
-        done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-        for ref in done:
-            try:
-                fetch(by_ref[ref], ref, what)
-            except WorkerDied as death:
-                return death
-            except GrpoRlError:
-                continue  # another one that noticed
-    return None
-
-
 def end_workers(workers: Sequence[Worker]) -> None:
     """End these processes and all below them; to Ray, a worker that is only killed has crashed.
 
     Children are looked up before: without their parent they are like any other process.
     """
-    local_address = ray.util.get_node_ip_address()
-    local = [worker.pid for worker in workers if worker.pid is not None and worker.address == local_address]
+    local = [worker.pid for worker in workers if worker.pid is not None and worker.is_here]
     below = {child: started(child) for pid in local for child in descendants(pid)}
     for worker in workers:
         ray.kill(worker.actor)
@@ -568,22 +560,8 @@ def end_workers(workers: Sequence[Worker]) -> None:
         if since is not None and started(child) == since and not is_tracker(child):
             kill_tree(child, spares=is_tracker)
     for worker in workers:
-        if worker.pid is not None and worker.address is not None and worker.address != local_address:
-            kill_process(worker.pid, worker.address)
-
-
-def kill_process(pid: int, address: str) -> None:
-    """Kill the worker with this id on the node at `address`, in whatever state it is.
-
-    On another node a task of Ray's does it, which is not waited for.
-    """
-    if address == ray.util.get_node_ip_address():
-        kill_worker(pid)
-        return
-    for node in ray.nodes():
-        if node["Alive"] and node["NodeManagerAddress"] == address:
-            strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            ray.remote(kill_worker).options(num_cpus=0, scheduling_strategy=strategy).remote(pid)
+        if not worker.is_here:
+            worker.kill_process()
 
 
 def kill_worker(pid: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import ray
 
+from grpo_rl.background import Watch
 from grpo_rl.cluster.processes.placement import Pool, nodes_of, raylets, runs_here
 from grpo_rl.cluster.processes.worker_group import Worker, WorkerFailed, WorkerGroup, end_workers, settle, wait_all
 from grpo_rl.cluster.recovery.supervisor import Supervisor
@@ -283,29 +284,25 @@ class Replicas:
         self.supervisor.recoveries.came_or_went(worker.name, "left", seconds, f"{why}{self.wanted} are to go on")
 
 
-class EngineOrders(threading.Thread):
+class EngineOrders(Watch):
     """Obeys orders for more or fewer replicas, from the file that `grpo-rl engines` writes and from nodes
     that join.
 
     It keeps `engines` of status.json true: who serves, the bounds, and an answer to each order.
     """
 
+    ends_within_s = 5.0
+
     def __init__(self, replicas: Replicas, elastic: Elastic, file: Path, tell: Callable[[dict[str, Any]], None]) -> None:
-        super().__init__(name="engine orders", daemon=True)
         self._replicas, self._elastic, self._file, self._tell = replicas, elastic, file, tell
         self._read = len(self._content())
         self._answers: dict[str, str] = {}
         self._told: dict[str, Any] = {}
         self._nodes = {node["NodeID"] for node in _nodes()}
-        self._over = threading.Event()
-        self.start()
-
-    def close(self) -> None:
-        self._over.set()
-        self.join(5.0)
+        super().__init__("engine orders")
 
     def run(self) -> None:
-        while not self._over.wait(ORDERS_S):
+        while not self.over.wait(ORDERS_S):
             for key, change in self._orders():
                 self._answers[key] = self._obey(change)
             for node in _nodes():

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import ray
 
+from grpo_rl.background import Watch
 from grpo_rl.cluster.processes.worker_group import Doing, Worker, WorkerGroup, cause_line, stack_of
 from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import ClusterError
@@ -128,7 +129,7 @@ class _Watched:
         return waits_for_cpu(self.worker.pid) if self.worker.pid is not None and self.worker.is_here else {}
 
 
-class Supervisor(threading.Thread):
+class Supervisor(Watch):
     """Watches over the processes of one cluster: ends workers that are frozen, and reports every end.
 
     Every worker answers a call (`beat`) a heartbeat after it was made, in a thread of its own. A process that
@@ -137,24 +138,18 @@ class Supervisor(threading.Thread):
     """
 
     def __init__(self, trainer: TrainerConfig, recoveries: Recoveries) -> None:
-        super().__init__(name="heartbeats", daemon=True)
         self.recoveries = recoveries
         self.start_timeout_s, self._heartbeat_s = trainer.start_timeout_s, trainer.heartbeat_s
         self.before_kill: Callable[[str], None] = lambda why: None
         """Called in this thread with the reason before a worker is given up."""
         self._watched: dict[Worker, _Watched] = {}
-        self._lock, self._over = threading.Lock(), threading.Event()
-        self.start()
+        self._lock = threading.Lock()
+        super().__init__("heartbeats")
 
     @property
     def closed(self) -> bool:
         """True once the cluster is being ended: nothing is started again."""
-        return self._over.is_set()
-
-    def close(self) -> None:
-        """Stop watching and starting again, before workers are ended in good order."""
-        self._over.set()
-        self.join(10.0)
+        return self.over.is_set()
 
     def watch(self, worker: Worker, on_end: Callable[[Worker, str], None] = lambda worker, cause: None) -> None:
         """Watch this worker from now on; `on_end` is called in this thread, and has to be quick."""
@@ -171,7 +166,7 @@ class Supervisor(threading.Thread):
             with self._lock:
                 by_ref = {entry.ref: entry for entry in self._watched.values()}
             if not by_ref:
-                self._over.wait(_LOOK_S)
+                self.over.wait(_LOOK_S)
                 looked = time.monotonic()
                 continue
             refs = list(by_ref)
@@ -224,32 +219,29 @@ LEAST_S = 60.0
 ANSWER_S = 2.0
 
 
-class StuckReport(threading.Thread):
+class StuckReport(Watch):
     """Reports once what each process is doing if a phase of a step passes its deadline.
 
     The deadline is `trainer.stuck_s`; without one, ten times the longest that the phase ever took, at least a
     minute; of a new phase, half of the shortest time after which something would be given up.
     """
 
+    ends_within_s = 2 * ANSWER_S
+
     def __init__(
         self, trainer: TrainerConfig, status: Status, worker_groups: Sequence[WorkerGroup], warn: Callable[[str], None]
     ) -> None:
-        super().__init__(name="stuck", daemon=True)
         self._given_s = trainer.stuck_s
         self._first_s = min(trainer.start_timeout_s, trainer.step_timeout_s, trainer.collective_timeout_s) / 2
         self._status, self._worker_groups, self._warn = status, worker_groups, warn
         self._longest: dict[str, float] = {}
         self._reported = ""
-        self._lock, self._over = threading.Lock(), threading.Event()
-        self.start()
-
-    def close(self) -> None:
-        self._over.set()
-        self.join(2 * ANSWER_S)
+        self._lock = threading.Lock()
+        super().__init__("stuck")
 
     def run(self) -> None:
         place, since = self._status.where(), time.monotonic()
-        while not self._over.wait(PHASE_LOOK_S):
+        while not self.over.wait(PHASE_LOOK_S):
             current_place, seconds = self._status.where(), time.monotonic() - since
             phase = place.rpartition(", ")[2]
             if current_place != place:
@@ -268,7 +260,7 @@ class StuckReport(threading.Thread):
         """Print what each process is doing, once in each phase of each step. May be called in any thread."""
         with self._lock:
             place = self._status.where()
-            if place == self._reported or self._over.is_set():
+            if place == self._reported or self.over.is_set():
                 return
             self._reported = place
             lines = [f"stuck? {why}. What each process is doing:", *self._controller(), *self._workers()]

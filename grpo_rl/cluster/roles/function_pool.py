@@ -11,9 +11,8 @@ import itertools
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,14 +21,14 @@ import ray
 from grpo_rl.cluster.processes.placement import NodeSlot
 from grpo_rl.cluster.processes.worker_group import StoredBlock, Worker, WorkerFailed, WorkerGroup, wait_all
 from grpo_rl.cluster.recovery.supervisor import Supervisor
-from grpo_rl.cluster.roles.function_host import BROKEN, ENVIRONMENT, LOST, FunctionHost, FunctionSpec, SentOutcome
+from grpo_rl.cluster.roles.function_host import BROKEN, ENVIRONMENT, LOST, FunctionHost, FunctionSpec, SentOutcome, StoredText
 from grpo_rl.cluster.session.liveness import unanswered
 from grpo_rl.columns import View
 from grpo_rl.config.schema.reward import JudgeConfig
 from grpo_rl.envs.runtime.environment_pool import Event
 from grpo_rl.errors import ClusterError, GrpoRlError
 from grpo_rl.processes.child import KILL_S
-from grpo_rl.rewards.contract import RewardFailure, RewardResult
+from grpo_rl.rewards.contract import RewardFailure, RewardResult, Sample
 from grpo_rl.rewards.models.judge_question import JudgeSpec
 from grpo_rl.rewards.runtime.judge_process import share_of
 from grpo_rl.rewards.runtime.process import Job
@@ -196,8 +195,7 @@ class ScorerClient:
 
     def put(self, jobs: Sequence[Job]) -> None:
         self._waiting.extend(jobs)
-        if not self._has_new.is_set():
-            self._has_new.set()
+        self._has_new.set()
 
     def check_started(self) -> None:
         """Return at once: hosts are built when their processes are ready."""
@@ -278,18 +276,12 @@ class JudgeClient(ScorerClient):
             self._put(worker, share)
 
 
-def _sent_sample(sample: Any) -> tuple[str, Any, Any, dict[str, Any]]:
+def _sent_sample(sample: Sample) -> Sample:
     """Return the arguments of one response; a text in the object store stays there, and goes as its place."""
-    text = sample.solution_str
-    if isinstance(text, View) and isinstance(text.block, StoredBlock):
-        return sample.data_source, (text.block, text.start, text.length), sample.ground_truth, sample.extra_info
-    return sample.data_source, str(text), sample.ground_truth, sample.extra_info
-
-
-@dataclass(slots=True)
-class _Load:
-    episodes: set[str]
-    calls: list[tuple[str, tuple[Any, ...]]]
+    text: Any = sample.solution_str
+    stays = isinstance(text, View) and isinstance(text.block, StoredBlock)
+    text = StoredText(text.block, text.start, text.length) if stays else str(text)
+    return sample._replace(solution_str=text)
 
 
 class EnvironmentClient:
@@ -301,7 +293,8 @@ class EnvironmentClient:
     def __init__(self, put: Callable[[Worker, Any], None]) -> None:
         self._put = put
         self._inbox: queue.SimpleQueue[tuple[str, Worker | None, Any]] = queue.SimpleQueue()
-        self._hosts: dict[Worker, _Load] = {}
+        self._calls: dict[Worker, list[tuple[str, tuple[Any, ...]]]] = {}
+        """What is sent to each host next."""
         self._place: dict[str, Worker] = {}
         self._unplaced: dict[str, Mapping[str, Any]] = {}
         self._awaited: set[str] = set()
@@ -324,7 +317,7 @@ class EnvironmentClient:
         self._awaited.discard(episode)
         self._unplaced.pop(episode, None)
         self._call(episode, "end", episode)
-        self._leave(episode)
+        self._place.pop(episode, None)
 
     def events(self, wait_s: float = 0.0) -> list[Event]:
         """Return what has happened, after waiting up to `wait_s` for the first event. Raises ClusterError if no more can happen."""
@@ -345,17 +338,19 @@ class EnvironmentClient:
                     raise message
                 assert worker is not None
                 if what == "joined":
-                    self._hosts.setdefault(worker, _Load(set(), []))
-                elif what == "lost" and worker in self._hosts:
-                    lost = sorted(self._hosts.pop(worker).episodes)
-                    events += [Event(episode, "lost", cause=message) for episode in lost]
+                    self._calls.setdefault(worker, [])
+                elif what == "lost":
+                    self._calls.pop(worker, None)
+                    for episode in sorted(episode for episode, host in self._place.items() if host is worker):
+                        del self._place[episode]
+                        events.append(Event(episode, "lost", cause=message))
                 elif what == "heard":
                     events += [event for event in message if self._place.get(event.episode) is worker]
                 arrived = self._inbox.get_nowait()
         for event in events:
             self._awaited.discard(event.episode)
             if event.what == "lost":
-                self._leave(event.episode)
+                self._place.pop(event.episode, None)
         return events
 
     def close(self) -> None: ...
@@ -373,27 +368,18 @@ class EnvironmentClient:
         self._inbox.put(("broke", None, why))
 
     def _call(self, episode: str, method: str, *arguments: Any) -> None:
-        if (load := self._load_of(episode)) is not None:
-            load.calls.append((method, arguments))
-
-    def _load_of(self, episode: str) -> _Load | None:
-        worker = self._place.get(episode)
-        return None if worker is None else self._hosts.get(worker)
-
-    def _leave(self, episode: str) -> None:
-        if (load := self._load_of(episode)) is not None:
-            load.episodes.discard(episode)
-        self._place.pop(episode, None)
+        if (worker := self._place.get(episode)) is not None:
+            self._calls[worker].append((method, arguments))
 
     def _send(self) -> None:
-        while self._unplaced and self._hosts:
-            worker = min(self._hosts, key=lambda host: len(self._hosts[host].episodes))
-            episode = next(iter(self._unplaced))
-            start = self._unplaced.pop(episode)
-            self._place[episode] = worker
-            self._hosts[worker].episodes.add(episode)
-            self._call(episode, "begin", episode, dict(start))
-        for worker, load in self._hosts.items():
-            if load.calls:
-                self._put(worker, load.calls)
-                load.calls = []
+        if self._unplaced and self._calls:
+            num_episodes = Counter(self._place.values())
+            for episode, start in self._unplaced.items():
+                self._place[episode] = worker = min(self._calls, key=num_episodes.__getitem__)
+                num_episodes[worker] += 1
+                self._call(episode, "begin", episode, dict(start))
+            self._unplaced.clear()
+        for worker, calls in self._calls.items():
+            if calls:
+                self._put(worker, calls)
+                self._calls[worker] = []

@@ -18,8 +18,7 @@ from grpo_rl.errors import ClusterError, ConfigError
 from grpo_rl.models.heads import load_score_config
 from grpo_rl.models.load import load_tokenizer
 from grpo_rl.plan.decisions import Plan
-from grpo_rl.protocols import Rewarder
-from grpo_rl.rewards.combined import REWARD_MODEL, CombinedRewarder, ModelReward
+from grpo_rl.rewards.combined import REWARD_MODEL
 from grpo_rl.rewards.contract import Outcome, RewardFailure, RewardResult
 from grpo_rl.rewards.models.rendering import Scorable, ScorableRenderer, tokenizer_for
 from grpo_rl.rewards.steps import Decode
@@ -158,35 +157,7 @@ def model_score(scorable: Scorable, scores: Sequence[float]) -> Outcome:
     return RewardResult(mean, values, tuple(zip(scorable.step_tokens, scores, strict=True)))
 
 
-class ModelRewards:
-    """The reward model, whose settings and tokenizer lie in `folder`, if the plan has it, beside rules and a judge.
-
-    Raises ConfigError for a model that cannot be used.
-    """
-
-    def __init__(self, plan: Plan, folder: str, tokenizer: Any, decode: Decode) -> None:
-        self._plan, self._config = plan, plan.config.reward
-        scores = plan.reward.scores and plan.role("reward_model") is not None
-        self._model = _prepare(plan, folder, tokenizer, decode) if scores else None
-
-    def beside(self, rules: Rewarder | None, scorers: WorkerGroup | None, judge: ModelReward | None) -> CombinedRewarder:
-        models: list[ModelReward] = []
-        if self._model is not None:
-            assert scorers is not None
-            models.append(self._model(scorers))
-        if judge is not None:
-            models.append(judge)
-        return CombinedRewarder(
-            rules,
-            models,
-            self._config,
-            models_alone=self._plan.reward.model_alone,
-            episodes=self._plan.config.rollout.multi_turn if self._plan.plays_episodes else None,
-            every_turn="states" in self._plan.advantage_needs,
-        )
-
-
-def _prepare(plan: Plan, folder: str, tokenizer: Any, decode: Decode) -> Callable[[WorkerGroup], RewardModelRole]:
+def prepared(plan: Plan, folder: str, tokenizer: Any, decode: Decode) -> Callable[[WorkerGroup], RewardModelRole]:
     """Read config and tokenizer of the reward model in `folder`; return what makes the role over its processes.
 
     One that is trained may start as a causal LM. Raises ConfigError for what cannot be a reward model of this policy.

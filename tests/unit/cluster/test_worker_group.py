@@ -51,7 +51,7 @@ def make_host() -> WorkerHost:
 
 
 def test_calls_that_carry_a_stored_value_fetch_it_once_until_another_takes_its_place(fetched: list[str]) -> None:
-    host, first, second = make_host(), Stored("a", "1"), Stored("b", "2")
+    host, first, second = make_host(), Stored("a"), Stored("b")
     assert host.call("both", first, 5) == ("A", 5)
     assert host.call("both", first) == ("A", None)
     assert host.call("both", "plain", first) == ("plain", "A")
@@ -65,8 +65,8 @@ def test_a_value_that_is_gone_is_reported_as_any_other_failure_and_asked_for_aga
     host = make_host()
     for _ in range(2):
         with pytest.raises(RemoteError, match="the object is gone"):
-            host.call("both", Stored("lost", "3"))
-    assert host.call("both", Stored("a", "1")) == ("A", None)
+            host.call("both", Stored("lost"))
+    assert host.call("both", Stored("a")) == ("A", None)
 
 
 def test_the_object_store_grows_with_the_machine_its_shared_memory_and_its_container() -> None:
