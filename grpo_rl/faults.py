@@ -104,9 +104,7 @@ _unread = bool(os.environ.get("GRPO_FAULT"))
 
 def fault_point(name: str, **told: Any) -> str | None:
     """Do what is armed here; return `nan` for the caller to do. Raises InjectedFault or OSError."""
-    if _unread:
-        arm()
-    for entry in _armed:
+    for entry in _entries():
         context = _context | told
         if entry.point == name and _is_due(entry, context):
             _note(entry, context)
@@ -118,6 +116,12 @@ def fault_point(name: str, **told: Any) -> str | None:
                 raise OSError(code, f"{os.strerror(code)} (injected)", entry.point)
             _DIRECT[entry.action](entry.value)
     return None
+
+
+def _entries() -> list[_Entry]:
+    if _unread:
+        arm()
+    return _armed
 
 
 def _is_due(entry: _Entry, context: dict[str, Any]) -> bool:
@@ -148,17 +152,13 @@ def _note(entry: _Entry, context: dict[str, Any]) -> None:
 
 def tell(**context: Any) -> None:
     """Set facts that conditions can name at every later point of this process."""
-    if _unread:
-        arm()
-    if _armed:
+    if _entries():
         _context.update(context)
 
 
 def told() -> dict[str, Any] | None:
     """Return the facts that this process was told; None if nothing is armed."""
-    if _unread:
-        arm()
-    return dict(_context) if _armed else None
+    return dict(_context) if _entries() else None
 
 
 def environment() -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,10 +22,12 @@ from grpo_rl.frozen import frozen
 from grpo_rl.models.load import load_config, load_tokenizer
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.rewards.audit import auditing
-from grpo_rl.protocols import Rewarder
 from grpo_rl.rewards.combined import CombinedRewarder, ModelReward
 from grpo_rl.rewards.compose import JUDGE, RewardFunction, audit_of
 from grpo_rl.rewards.models.judge_question import JudgeSpec
+from grpo_rl.rewards.runtime.judge_process import JudgeProcess
+from grpo_rl.rewards.runtime.processes import Broken, Done
+from grpo_rl.rewards.runtime.runner import JobPool, JudgeRunner, RewardRunner
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal.console import Console
 
@@ -58,17 +61,27 @@ class Inputs:
     """Makes the role of the reward model, if the plan has it, over its processes."""
     episodes: EpisodeSetup | None = None
 
-    def rewarder(self, rules: Rewarder | None, scorers: WorkerGroup | None, judge: ModelReward | None) -> CombinedRewarder:
-        """Return the reward of rules, of the reward model that `scorers` compute, and of a judge."""
+    def start_rewards(
+        self, scorers: WorkerGroup | None, start_of: Callable[[str], Callable[[Done, Broken], JobPool] | None]
+    ) -> tuple[CombinedRewarder, RewardRunner | None]:
+        """Return the reward of rules, of the reward model that `scorers` compute, and of a judge; then that of the rules alone.
+
+        `start_of` returns what starts the processes of a service; None: they are on this machine.
+        """
+        plan, config = self.plan, self.plan.config.reward
+        rules = None if self.reward is None else RewardRunner(self.reward, config, start_of("reward"))
         models: list[ModelReward] = [] if self.model is None or scorers is None else [self.model(scorers)]
-        return CombinedRewarder(
+        if plan.reward.judge:
+            models.append(JudgeRunner(config.judge, start_of(JUDGE) or partial(JudgeProcess, JudgeSpec.of(config))))
+        rewarder = CombinedRewarder(
             rules,
-            models if judge is None else [*models, judge],
-            self.plan.config.reward,
-            models_alone=self.plan.reward.model_alone,
-            episodes=self.plan.config.rollout.multi_turn if self.plan.plays_episodes else None,
-            every_turn="states" in self.plan.advantage_needs,
+            models,
+            config,
+            models_alone=plan.reward.model_alone,
+            episodes=plan.config.rollout.multi_turn if plan.plays_episodes else None,
+            every_turn="states" in plan.advantage_needs,
         )
+        return rewarder, rules
 
     def functions(self, plan: Plan, logs: Path) -> FunctionSpec | None:
         config = plan.config.reward
@@ -83,12 +96,11 @@ class Inputs:
             scorers[JUDGE] = JudgeSpec.of(config)
         environments = None
         if self.episodes is not None:
-            environment = plan.config.rollout.multi_turn.environment
-            environments = EnvironmentSpec(self.episodes.host, environment)
+            environments = EnvironmentSpec(self.episodes.host, plan.config.rollout.multi_turn.environment)
         if not scorers and environments is None:
             return None
-        runs_code = any(scorer is not None and scorer.runs_code for scorer in (self.reward, self.audit))
-        needs_sandbox = runs_code or (self.episodes is not None and self.episodes.runs_code)
+        runners = self.reward, self.audit, self.episodes
+        needs_sandbox = any(runner is not None and runner.runs_code for runner in runners)
         return FunctionSpec(scorers, environments, needs_sandbox, logs)
 
 

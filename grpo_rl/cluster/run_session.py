@@ -83,8 +83,6 @@ class RunSession:
         from grpo_rl.cluster.processes.placement import raylets
         from grpo_rl.cluster.recovery.supervisor import StuckReport
         from grpo_rl.cluster.start_roles import Cluster, start_roles
-        from grpo_rl.rewards.compose import JUDGE
-        from grpo_rl.rewards.runtime.runner import JudgeRunner, RewardRunner
 
         policy = self.model_folder(plan.config.model.path)
         scorer = self.model_folder(plan.config.reward.reward_model.model_path or "")
@@ -98,14 +96,9 @@ class RunSession:
         stuck = StuckReport(plan.config.trainer, self.status, cluster.all_groups, self.console.warn)
         stack.callback(stuck.close)
         cluster.supervisor.before_kill = stuck.report
-        rules = judge = None
+        pool, rules = cluster.functions, None
         if plan.reward.scores:
-            if cluster.functions is not None:
-                if inputs.reward is not None:
-                    rules = RewardRunner(inputs.reward, plan.config.reward, partial(cluster.functions.scorer, "reward"))
-                if plan.reward.judge:
-                    judge = JudgeRunner(plan.config.reward.judge, partial(cluster.functions.scorer, JUDGE))
-            roles.rewarder = inputs.rewarder(rules, scorers, judge)
+            roles.rewarder, rules = inputs.start_rewards(scorers, lambda name: pool and partial(pool.scorer, name))
             stack.callback(roles.rewarder.close)
         return cluster, roles, rules
 
@@ -203,8 +196,7 @@ def ends_the_run(plan: Plan, status: Status, run_dir: RunDir, console: Console) 
 
 
 def behind_ray(raised: BaseException) -> BaseException:
-    """Return the Preempted that a signal's handler raised in the middle of Ray's C++ part; any other error as
-    it is.
+    """Return the Preempted that a signal's handler raised in the middle of Ray's C++ part; any other error as it is.
 
     It comes out as the cause of a SystemError, once more so if another signal follows.
     """

@@ -135,18 +135,18 @@ class Cluster:
 
         It asks Ray for a core for each of its processes, up to those that devices of this run leave on the node.
         """
-        order = [node["NodeID"] for node in ray.nodes()]
-        names = sorted(set().union(*(pool.nodes for pool in self.pools.values())), key=order.index)
+        used = set().union(*(pool.nodes for pool in self.pools.values()))
+        names = [node["NodeID"] for node in ray.nodes() if node["NodeID"] in used]
         slots, cores = zip(*(self._function_slot(spec, name) for name in names), strict=True)
         worker_group = self.worker_group("functions", slots, 1)  # without it the run goes on
         self.functions = FunctionPool(worker_group, spec, cores, self.supervisor)
         self.on_shutdown.append(self.functions.close)
         return worker_group, self.functions.start_build()
 
-    def join_functions(self, spec: FunctionSpec, node: str) -> None:
-        assert self.functions is not None
-        if all(worker.slot.node != node for worker in self.functions.worker_group.workers):
-            self.functions.join(*self._function_slot(spec, node))
+    def join_functions(self, node: str) -> None:
+        functions = self.functions
+        if functions is not None and all(worker.slot.node != node for worker in functions.worker_group.workers):
+            functions.join(*self._function_slot(functions.spec, node))
 
     def _function_slot(self, spec: FunctionSpec, node: str) -> tuple[NodeSlot, int]:
         """Return the place of a function host and the cores that this run's devices leave to it there."""
@@ -231,10 +231,9 @@ def start_roles(
 ) -> tuple[Roles, WorkerGroup | None]:
     """Start the roles of the plan; return them, and the processes of a reward model.
 
-    With `episodes` the rollout role plays these. `functions` run on every node. Processes start beside each
-    other, but engines on the GPUs of others are built alone: vLLM sizes its cache by what is free on the
-    device, and takes every change meanwhile for its own (`gpu_worker.determine_available_memory`). They give
-    their memory back if they can, and ranks come after.
+    With `episodes` the rollout role plays these. `functions` run on every node. Processes start beside each other, but engines
+    on the GPUs of others are built alone: vLLM sizes its cache by what is free on the device, and takes every change meanwhile
+    for its own (`gpu_worker.determine_available_memory`). They give their memory back if they can, and ranks come after.
     """
     engine_spec = None if plan.engine is None else replace(plan.engine, model_path=cluster.model_path)
     for planned in plan.pools:
@@ -278,8 +277,7 @@ def start_roles(
     roles = roles_over(plan, ranks, tokenizer)
     roles.recoveries = cluster.supervisor.recoveries.metrics
     if engines is not None and engine_spec is not None:
-        on_place = (lambda node: None) if functions is None else partial(cluster.join_functions, functions)
-        roles.rollout = pool = _make_pool(cluster, engines, ranks.get("actor"), engine_spec, on_place)
+        roles.rollout = pool = _make_pool(cluster, engines, ranks.get("actor"), engine_spec)
         if episodes is not None and cluster.functions is not None:
             # It loads parts of transformers that a controller without episodes does without.
             from grpo_rl.rollout.model_info import stop_token_ids
@@ -290,9 +288,7 @@ def start_roles(
     return roles, ranks.get("reward_model")
 
 
-def _make_pool(
-    cluster: Cluster, engines: WorkerGroup, actors: WorkerGroup | None, spec: EngineSpec, on_place: Callable[[str], None]
-) -> ReplicaPool:
+def _make_pool(cluster: Cluster, engines: WorkerGroup, actors: WorkerGroup | None, spec: EngineSpec) -> ReplicaPool:
     """Return the rollout role over its engines. Their weights come from the actors, if any."""
     plan, trainer = cluster.plan, cluster.config.trainer
     options = PoolOptions(
@@ -313,7 +309,7 @@ def _make_pool(
     devices, (min_replicas, max_replicas), planned = spec.tensor_parallel_size, plan.replica_bounds, plan.role("rollout")
     can_replace, elastic = cluster.supervisor.recoveries.restarts, None
     if can_replace and planned is not None and min_replicas < max_replicas:
-        elastic = Elastic(min_replicas, max_replicas, cluster.pool(planned.pool), devices, on_place)
+        elastic = Elastic(min_replicas, max_replicas, cluster.pool(planned.pool), devices, cluster.join_functions)
     vacated = cluster.vacated if plan.engines_share_gpus else None
     replicas = Replicas(engines, cluster.supervisor, build_engine if can_replace else None, vacated, elastic)
     if elastic is not None:

@@ -1,8 +1,6 @@
-"""A child process and its channel: started, sent messages, heard within a deadline, and killed with all below
-it.
+"""A child process and its channel: started, sent messages, heard within a deadline, and killed with all below it.
 
-A message is a length of four bytes, then JSON: reading what a process that ran a user's code has written must
-run no code.
+A message is a length of four bytes, then JSON: reading what a process that ran a user's code has written must run no code.
 """
 
 from __future__ import annotations
@@ -10,10 +8,8 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
-import math
 import os
 import resource
-import select
 import signal
 import socket
 import struct
@@ -44,6 +40,8 @@ KILL_S = 5.0
 """After it a process that was killed is left to the system."""
 LAST_MOMENT_S = 0.2
 """Within it a process that has closed its channel ends, and the last that it printed arrives."""
+LONGEST_WAIT_S = 10.0**6
+"""Of a reader that has nothing else to do. A socket without a timeout would let the other direction block as well."""
 LONGEST_MESSAGE = 64 * 2**20
 """Bytes; a longer message from a child is refused before it is read."""
 LOG_LIMIT = 4 * 2**20
@@ -88,6 +86,7 @@ class Child:
         body = encode(setup)
         self.log = log
         self._channel, child_socket = socket.socketpair()
+        self._sender = self._channel.dup()  # with a timeout of its own
         self._buffer = bytearray()
         self._killing = threading.Lock()
         # The same modules as here; an order of sets that is the same in every process, as rewards may depend on it.
@@ -100,7 +99,6 @@ class Child:
         self._oom_kills = oom_kills()
         self.pid, self.name = self._process.pid, f"{module.split('.')[1].removesuffix('s')} process"
         self._last_message = time.monotonic()
-        self._channel.setblocking(False)
         self._copying = threading.Thread(target=self._copy_output, daemon=True)
         self._copying.start()
         with contextlib.suppress(OSError):  # one that has ended already is reported by whoever waits for its start
@@ -124,28 +122,21 @@ class Child:
     def send(self, body: bytes, timeout_s: float) -> None:
         """Send a message that `encode` has made. Raises OSError if the process is gone, TimeoutError if it takes nothing."""
         self._last_message = time.monotonic()
-        deadline = self._last_message + timeout_s
-        rest = memoryview(LENGTH.pack(len(body)) + body)
-        while rest:
-            self._wait_for(select.POLLOUT, deadline)
-            with contextlib.suppress(BlockingIOError):
-                rest = rest[self._channel.send(rest[: 2**20]) :]
+        self._sender.settimeout(timeout_s)
+        self._sender.sendall(LENGTH.pack(len(body)) + body)
 
-    def receive(self, timeout_s: float | None = None) -> Any:
-        """Return the next message; what has arrived of it is kept for the next call if the time is over
-        before.
+    def receive(self, timeout_s: float = LONGEST_WAIT_S) -> Any:
+        """Return the next message; what has arrived of it is kept for the next call if the time is over before.
 
-        Raises TimeoutError then, EOFError or another OSError if the process is gone, ValueError if it has
-        written something else.
+        Raises TimeoutError then, EOFError or another OSError if the process is gone, ValueError if it has written something
+        else.
         """
-        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         while (size := self._size_of_message()) is None:
-            self._wait_for(select.POLLIN, deadline)
-            with contextlib.suppress(BlockingIOError):
-                data = self._channel.recv(2**20)
-                if not data:
-                    raise EOFError("it closed its channel")
-                self._buffer += data
+            self._channel.settimeout(max(0.001, deadline - time.monotonic()))
+            if not (data := self._channel.recv(2**20)):
+                raise EOFError("it closed its channel")
+            self._buffer += data
         body = self._buffer[LENGTH.size : size]
         del self._buffer[:size]
         self._last_message = time.monotonic()
@@ -156,8 +147,7 @@ class Child:
         return time.monotonic() - self._last_message
 
     def stack(self) -> list[str]:
-        """Return the Python stacks of its threads, innermost calls first; nothing if it is stopped or has not
-        begun.
+        """Return the Python stacks of its threads, innermost calls first; nothing if it is stopped or has not begun.
 
         `faulthandler` writes them from C when the signal comes, whatever holds the interpreter.
         """
@@ -218,12 +208,6 @@ class Child:
         if ended is None:
             return None
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-
-    def _wait_for(self, event: int, deadline: float) -> None:
-        poller = select.poll()
-        poller.register(self._channel, event)
-        if not poller.poll(None if deadline == math.inf else max(0, math.ceil(1000 * (deadline - time.monotonic())))):
-            raise TimeoutError("it does not answer")
 
     def _size_of_message(self) -> int | None:
         """Return the bytes of the first message with its length, None if it has not arrived as a whole."""
@@ -347,7 +331,11 @@ def serve(arguments: Sequence[str], begin: Callable[[Any, Parent], Callable[[Any
     channel = socket.socket(fileno=descriptor)
     parent = Parent(channel)
     setup = parent.receive()
-    _limit(setup.get("memory_limit"))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # an event loop takes three files
+    if (memory := setup.get("memory_limit")) is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
 
     def in_a_fork() -> None:
         channel.close()
@@ -364,11 +352,3 @@ def serve(arguments: Sequence[str], begin: Callable[[Any, Parent], Callable[[Any
     parent.send({"ready": True})
     while True:
         handle(parent.receive())
-
-
-def _limit(memory: int | None) -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # an event loop takes three files
-    if memory is not None:
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,28 +15,23 @@ from grpo_rl.models import fsdp
 from grpo_rl.models.forward import PackedModel
 
 
+@dataclass(eq=False)
 class DeviceMemory:
     """Moves a model and its optimizer between the device and host memory.
 
-    If other processes wait for the memory (`gives_back`, on GPUs), a phase ends by giving back what it took.
-    With `in_host_memory` parameters and moments never leave host memory; FSDP brings each layer's to the
-    device.
+    If other processes wait for the memory (`gives_back`, on GPUs), a phase ends by giving back what it took. With
+    `in_host_memory` parameters and moments never leave host memory; FSDP brings each layer's to the device.
     """
 
-    def __init__(
-        self,
-        model: PackedModel,
-        device: torch.device,
-        optimizer: torch.optim.Optimizer | None = None,
-        *,
-        param_offload: bool,
-        optimizer_offload: bool = False,
-        in_host_memory: bool = False,
-    ) -> None:
-        self.model, self.device, self.optimizer = model, device, optimizer
-        self.param_offload, self.optimizer_offload = param_offload, optimizer_offload
-        self.in_host_memory = in_host_memory
-        self.gives_back = device.type == "cuda"
+    model: PackedModel
+    device: torch.device
+    optimizer: torch.optim.Optimizer | None = None
+    param_offload: bool = False
+    optimizer_offload: bool = False
+    in_host_memory: bool = False
+
+    def __post_init__(self) -> None:
+        self.gives_back = self.device.type == "cuda"
         self._host = HostMemory()
         self._away = False
         """True between `vacate` and `occupy`."""

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class PhaseMeasure:
 
     seconds: float = 0.0
     flops: float = 0.0
-    memory: dict[str, int] | None = None
+    memory: dict[str, int] = field(default_factory=dict)
 
 
 class Instruments:
@@ -85,8 +85,7 @@ class Instruments:
                 work = getattr(worker, "work", None)
                 measure.flops += 0.0 if work is None else work.take()
                 if is_only_call:
-                    earlier_peaks = measure.memory or {}
-                    measure.memory = {kind: max(size, earlier_peaks.get(kind, 0)) for kind, size in _peak().items()}
+                    measure.memory = {kind: max(size, measure.memory.get(kind, 0)) for kind, size in _peak().items()}
 
     @contextlib.contextmanager
     def _traced(self, method: str) -> Iterator[None]:

@@ -71,7 +71,10 @@ class RouterWatch:
             if micro_batch is not None and micro_batch.experts_S is not None:
                 counts_LE += self._replayed_counts(micro_batch)
             elif not self.replays:
-                counts_LE += self._counting_pass(micro_batch, model)
+                with torch.no_grad():
+                    model(self._sequences(micro_batch))
+                assert self.routing.last is not None
+                counts_LE += self.routing.last.counts_LE
         self._balance = _sum_over_ranks(counts_LE.clone())
         counts_LE.zero_()
 
@@ -82,12 +85,6 @@ class RouterWatch:
         numbered = read_TLK + torch.arange(self.routing.num_layers)[:, None] * self.routing.num_experts
         flat = torch.bincount(numbered.flatten(), minlength=self.routing.num_layers * self.routing.num_experts)
         return flat.view(self.routing.num_layers, self.routing.num_experts).double().to(self._device)
-
-    @torch.no_grad()
-    def _counting_pass(self, batch: Batch | None, model: Any) -> Tensor:
-        model(self._sequences(batch))
-        assert self.routing.last is not None
-        return self.routing.last.counts_LE
 
     def loss(self, counts: Counts) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the auxiliary loss's weighted share of the last pass, and its statistics."""

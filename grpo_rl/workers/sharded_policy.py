@@ -20,7 +20,7 @@ from torch import Tensor
 from grpo_rl.algos.losses.distillation import NEVER
 from grpo_rl.checkpoint.files import Files
 from grpo_rl.checkpoint.rank_files import RankFiles
-from grpo_rl.columns import values
+from grpo_rl.columns import Column, values
 from grpo_rl.config.derived import lm_head_chunk
 from grpo_rl.gpu_allocator import use_expandable_segments
 from grpo_rl.models import attention, fsdp, load, lora
@@ -122,7 +122,7 @@ def build_sharded(
     read: Callable[[bool], Any] | None = None,
     new: Sequence[str] = (),
 ) -> M:
-    """`read` gives another model, on meta or not, of whose weights those in `new` may be missing."""
+    """`read` gives another model, on meta or not, of whose weights those in `new` may be missing, and are 0 then."""
     model, is_single_rank = spec.model, rank.world_size == 1
     attention.choose_kernel(model.flash_attention)
     read = read or functools.partial(language_model, spec)
@@ -150,8 +150,17 @@ def build_sharded(
         forward_prefetch=spec.forward_prefetch,
     )
     policy.sequence_group = SequenceGroup.join(spec.sequence_ranks, rank.timeout_s)
-    if not is_single_rank:
-        fill(policy, lm, spec, rank, device, lambda: wrap(read(False)), [*new, *adapters])
+    if is_single_rank:
+        return policy
+    # The folder's weights. No collective is entered meanwhile.
+    files = WeightFiles.find(model.path)
+    if files is not None and files.fits(lm, [*new, *adapters]):
+        fsdp.materialize_from(policy, device, lambda: files.read_into(lm), in_host_memory=spec.in_host_memory)
+        wait_for_all(rank)
+        return policy
+    whole = wrap(read(False)) if rank.rank == 0 else None  # transformers has to rearrange them
+    wait_for_all(rank)
+    fsdp.materialize(policy, whole, device, in_host_memory=spec.in_host_memory)
     return policy
 
 
@@ -165,29 +174,6 @@ def _keep_as_stored(lm: Any, path: str, adapters: Sequence[str]) -> None:
         for parameter in layer.parameters():
             if id(parameter) in stored:
                 parameter.data = parameter.data.to(torch.bfloat16)
-
-
-def fill(
-    policy: PackedModel,
-    lm: Any,
-    spec: PolicySpec,
-    rank: Rank,
-    device: torch.device,
-    whole: Callable[[], PackedModel],
-    new: Sequence[str],
-) -> None:
-    """Fill a policy with its folder's weights; those in `new` may be missing, and are 0 then.
-
-    If transformers has to rearrange them, rank 0 reads `whole`. No collective is entered meanwhile.
-    """
-    files = WeightFiles.find(spec.model.path)
-    if files is not None and files.fits(lm, new):
-        fsdp.materialize_from(policy, device, lambda: files.read_into(lm), in_host_memory=spec.in_host_memory)
-        wait_for_all(rank)
-        return
-    read = whole() if rank.rank == 0 else None
-    wait_for_all(rank)
-    fsdp.materialize(policy, read, device, in_host_memory=spec.in_host_memory)
 
 
 def wait_for_all(rank: Rank) -> None:
@@ -207,6 +193,10 @@ def language_model(spec: PolicySpec, on_meta: bool = False) -> Any:
     return load.load_lm(model.path, config, trust_remote_code=model.trust_remote_code, on_meta=on_meta, key=key)
 
 
+def values_if(column: Column | None) -> Tensor | None:
+    return None if column is None else values(column)
+
+
 def rows_of(shard: Batch, rows: Rows) -> Batch | None:
     return shard.select(list(rows)) if rows else None
 
@@ -223,8 +213,8 @@ def sequences_of(batch: Batch | None, device: torch.device, *, share_prompts: bo
         batch.positions(),
         batch.trained_lengths_N,
         device,
-        None if batch.support_counts_T is None else values(batch.support_counts_T),
-        None if batch.support_ids_M is None else values(batch.support_ids_M),
+        values_if(batch.support_counts_T),
+        values_if(batch.support_ids_M),
         batch.group_N if share_prompts else None,
         batch.experts_S,
     )

@@ -187,12 +187,3 @@ class TrainedRewardModelSpec:
     @property
     def in_host_memory(self) -> bool:
         return False
-
-
-@frozen
-class ScoreBatch:
-    """Sequences back to back, and the flat positions of the tokens whose scores are wanted."""
-
-    token_ids_S: Tensor
-    lengths_N: Tensor
-    positions_P: Tensor

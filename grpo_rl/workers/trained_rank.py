@@ -27,7 +27,27 @@ S = TypeVar("S", bound="ActorSpec | CriticSpec | TrainedRewardModelSpec")
 M = TypeVar("M", bound=PackedModel)
 
 
-class TrainedRank(Saves, OnDevice, ABC, Generic[S, M]):
+class PerToken(OnDevice):
+    model: PackedModel
+    memory: DeviceMemory
+
+    @torch.no_grad()
+    def per_token(self, shard: Batch, micro_batches: Sequence[Rows]) -> Tensor:
+        """Return `measure` of each trained token of the micro-batches, on the CPU."""
+        trained = self.model.training
+        self.memory.load_weights()
+        self.model.eval()
+        columns = [self.measure(rows_of(shard, rows)).cpu() for rows in micro_batches]
+        self.model.train(trained)
+        self.memory.release()
+        return torch.cat(columns)
+
+    def measure(self, batch: Batch | None) -> Tensor:
+        """Return one number for each trained token of a micro-batch; none for None."""
+        raise NotImplementedError
+
+
+class TrainedRank(PerToken, Saves, ABC, Generic[S, M]):
     """One FSDP2 rank with a model, its optimizer and its schedule."""
 
     role: ClassVar[str]
@@ -43,9 +63,8 @@ class TrainedRank(Saves, OnDevice, ABC, Generic[S, M]):
         self.optimizer = make_optimizer(self.model, spec.optim)
         self.scheduler = make_scheduler(self.optimizer, spec.optim, spec.total_optimizer_steps)
         self.files = RankFiles(self.model, self.optimizer, self.scheduler, rank.rank, rank.patience_s)
-        offload = {"param_offload": spec.param_offload, "optimizer_offload": spec.optimizer_offload}
-        offload["in_host_memory"] = spec.in_host_memory
-        self.memory = DeviceMemory(self.model, self.device, self.optimizer, **offload)
+        offload = spec.param_offload, spec.optimizer_offload, spec.in_host_memory
+        self.memory = DeviceMemory(self.model, self.device, self.optimizer, *offload)
         self.memories = [self.memory]
         self.memory.release()
         # They stay on the device until the step is taken: to read one is to wait for all that the device was given.
@@ -60,8 +79,7 @@ class TrainedRank(Saves, OnDevice, ABC, Generic[S, M]):
 
     @abstractmethod
     def loss(self, batch: Batch | None, step: OptimizerStep) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return this micro-batch's share of the global loss and of the statistics, with `Objective`'s key
-        prefixes.
+        """Return this micro-batch's share of the global loss and of the statistics, with `Objective`'s key prefixes.
 
         None is a rank without work in a pass of others: it runs the same layers, and its loss is 0.
         """
@@ -145,25 +163,14 @@ class TrainedRank(Saves, OnDevice, ABC, Generic[S, M]):
         stats |= step_optimizer(self.optimizer, self.scheduler, counts, total_loss, grad_norm)
         self._passes("after_optimizer")
         if self.device.type == "cuda":
-            stats["max/gpu_memory_share"] = _gpu_memory_share(self.device)
+            # At this process's peak, other processes included, without what the allocator keeps unused.
+            free, total = torch.cuda.mem_get_info(self.device)
+            other_bytes = total - free - torch.cuda.memory_reserved(self.device)
+            stats["max/gpu_memory_share"] = float((other_bytes + torch.cuda.max_memory_allocated(self.device)) / total)
         return stats
 
     def _passes(self, point: str, **facts: int) -> str | None:
         return fault_point(f"{self.role}.update.{point}", rank=self.rank.rank, **facts)
-
-    @torch.no_grad()
-    def per_token(self, shard: Batch, micro_batches: Sequence[Rows]) -> Tensor:
-        """Return `measure` of each trained token of the micro-batches, on the CPU."""
-        self.memory.load_weights()
-        self.model.eval()
-        columns = [self.measure(rows_of(shard, rows)).cpu() for rows in micro_batches]
-        self.model.train()
-        self.memory.release()
-        return torch.cat(columns)
-
-    def measure(self, batch: Batch | None) -> Tensor:
-        """Return one number for each trained token of a micro-batch; none for None."""
-        raise NotImplementedError
 
     def load(self, folder: str) -> None:
         super().load(folder)
@@ -217,10 +224,3 @@ def step_optimizer(
         optimizer.step()
         scheduler.step()
     return {"same/nonfinite": float(not finite)}
-
-
-def _gpu_memory_share(device: torch.device) -> float:
-    """At this process's peak, other processes included, without what the allocator keeps unused."""
-    free, total = torch.cuda.mem_get_info(device)
-    other_bytes = total - free - torch.cuda.memory_reserved(device)
-    return float((other_bytes + torch.cuda.max_memory_allocated(device)) / total)

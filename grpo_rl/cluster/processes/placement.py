@@ -1,8 +1,7 @@
-"""Pools of devices, the slots in which processes are placed, and the check that each machine has what a run
-needs.
+"""Pools of devices, the slots in which processes are placed, and the check that each machine has what a run needs.
 
-A machine with other sources or versions, without the run's folder or a model, would train something else
-without a word, or fail hours later.
+A machine with other sources or versions, without the run's folder or a model, would train something else without a word, or
+fail hours later.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import os
 import socket
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -111,8 +111,7 @@ class Pool:
         return nodes_of(*self.groups, *self._further).count(node) * self._bundle["CPU"]
 
     def another(self, devices: int, timeout_s: float, node: str | None = None) -> Slot:
-        """Return a slot for one process more: one that was given back, or `devices` on one node, on `node` if
-        there is room.
+        """Return a slot for one process more: one that was given back, or `devices` on one node, on `node` if there is room.
 
         Raises ClusterError if there is no room in time, or the check of the node fails.
         """
@@ -120,14 +119,14 @@ class Pool:
             return self._free.pop()
         group = placement_group([self._bundle] * devices, "STRICT_PACK", _soft_target_node_id=node)
         self._further.append(group)
-        deadline, has_room = time.monotonic() + timeout_s, False
-        # In short looks: the run may end meanwhile, and Ray with it.
-        while ray.is_initialized() and not (has_room := group.wait(1.0)) and time.monotonic() < deadline:
-            pass
-        if not has_room:
-            self.give_back(Slot(group, (), ()))
-            raise ClusterError(f"the cluster had no room for {devices} more devices on one node within {timeout_s:.0f} s")
+        deadline = time.monotonic() + timeout_s
         try:
+            # In short looks: the run may end meanwhile, and Ray with it.
+            while not (ray.is_initialized() and group.wait(1.0)):
+                if not ray.is_initialized() or time.monotonic() > deadline:
+                    raise ClusterError(
+                        f"the cluster had no room for {devices} more devices on one node within {timeout_s:.0f} s"
+                    )
             if self._check is not None:
                 self._check(set(nodes_of(group)))
             gpu_ids = _probe_gpus(group, timeout_s) if "GPU" in self._bundle else []
@@ -169,9 +168,9 @@ class Pool:
 
     def _by_node(self, group: PlacementGroup, num_nodes: int) -> list[list[int]]:
         """Return a group's bundles node by node. Raises ClusterError for unequal shares."""
-        nodes: dict[str, list[int]] = {}
+        nodes: defaultdict[str, list[int]] = defaultdict(list)
         for bundle, node in sorted(placement_group_table(group)["bundles_to_node_id"].items()):
-            nodes.setdefault(node, []).append(bundle)
+            nodes[node].append(bundle)
         if sorted(map(len, nodes.values())) != [self.per_node] * num_nodes:
             sizes = " + ".join(str(len(bundles)) for bundles in nodes.values())
             raise ClusterError(
@@ -188,11 +187,11 @@ def nodes_of(*groups: PlacementGroup) -> list[str]:
 
 def raylets(slots: Mapping[str, Slot]) -> dict[str, tuple[str, int]]:
     """Return the address of the raylet of each node with a slot, by what messages call the node."""
-    on_node: dict[str, list[str]] = {}
+    on_node: defaultdict[str, list[str]] = defaultdict(list)
     for name, slot in slots.items():
-        table = placement_group_table(slot.placement_group)
-        for node in {table["bundles_to_node_id"][bundle] for bundle in slot.bundles}:
-            on_node.setdefault(node, []).append(name)
+        nodes = placement_group_table(slot.placement_group)["bundles_to_node_id"]
+        for node in {nodes[bundle] for bundle in slot.bundles}:
+            on_node[node].append(name)
     addresses: dict[str, tuple[str, int]] = {}
     for node in ray.nodes():
         if node["NodeID"] in on_node:
@@ -281,11 +280,9 @@ def differences(machine: str, theirs: Found, ours: Found, needed: Mapping[str, s
 
 
 def check_machines(nodes: Iterable[str], run_folder: Path, own_files: Sequence[str], models: Mapping[str, str]) -> None:
-    """Look at the machines with these ids of Ray's. Raises ClusterError naming each that lacks what the run
-    needs.
+    """Look at the machines with these ids of Ray's. Raises ClusterError naming each that lacks what the run needs.
 
-    `own_files` are files of the user's that workers import; `models` the folders that they read, with the
-    setting of each.
+    `own_files` are files of the user's that workers import; `models` the folders that they read, with the setting of each.
     """
     # A new name: no file system has remembered that it was not there.
     marker = run_folder / f".seen_{token_hex(4)}"
@@ -296,12 +293,10 @@ def check_machines(nodes: Iterable[str], run_folder: Path, own_files: Sequence[s
     problems: list[str] = []
     marker.touch()
     try:
-        answers = {}
-        for node in nodes:
-            task = ray.remote(look).options(
-                num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
-            )
-            answers[node] = task.remote(own_files, list(needed))
+        answers = {
+            node: ray.remote(look).options(max_retries=0, **NodeSlot(node, 0).options).remote(own_files, list(needed))
+            for node in nodes
+        }
         until = time.monotonic() + ANSWER_S
         for node, answer in answers.items():
             machine = known.get(node, f"the node {node}")

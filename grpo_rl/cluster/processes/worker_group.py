@@ -1,8 +1,6 @@
-"""Worker groups: the processes of one role, called together, with a deadline and a clear cause for every
-failure.
+"""Worker groups: the processes of one role, called together, with a deadline and a clear cause for every failure.
 
-`WorkerHost`, the one Ray actor class, hosts a plain worker object in each process. `Worker` is the
-controller's handle to it.
+`WorkerHost`, the one Ray actor class, hosts a plain worker object in each process. `Worker` is the controller's handle to it.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from grpo_rl import faults
 from grpo_rl.cluster.processes.placement import NodeSlot, Slot
@@ -57,9 +54,9 @@ FETCH_S = 3600.0
 class RemoteError(Exception):
     """An exception inside a worker, as text: Ray drops causes that it cannot pickle."""
 
-    def __init__(self, kind: str, message: str, trace: str, user_error: bool) -> None:
-        super().__init__(kind, message, trace, user_error)
-        self.kind, self.message, self.trace, self.user_error = kind, message, trace, user_error
+    def __init__(self, kind: str, message: str, user_error: bool) -> None:
+        super().__init__(kind, message, user_error)
+        self.kind, self.message, self.user_error = kind, message, user_error
 
     def __str__(self) -> str:
         return self.message if self.user_error else f"{self.kind}: {self.message}"
@@ -119,26 +116,24 @@ class WorkerHost:
         return address, os.getpid(), port
 
     def beat(self, wait_s: float) -> tuple[str, float, float | None] | None:
-        """Return, after `wait_s`, what the worker is doing, for how many seconds, and the longest it ever
-        took; None: nothing.
+        """Return, after `wait_s`, what the worker is doing, for how many seconds, and the longest it ever took; None: nothing.
 
-        An answer shows that the process runs Python; of a worker without the method `activity` it shows
-        nothing else.
+        An answer shows that the process runs Python; of a worker without the method `activity` it shows nothing else.
         """
         time.sleep(wait_s)
-        activity = getattr(self._worker, "activity", None)
-        return None if activity is None else activity()
+        return self._activity()
 
     def doing(self) -> list[Doing]:
         """Return each call at work with its seconds and stack; then the worker's own thread, and children."""
-        current_time = time.monotonic()
-        active_calls = [
-            (method, current_time - began, stack_of(thread)) for thread, (method, began) in list(self._calls.items())
-        ]
-        activity, thread = getattr(self._worker, "activity", None), getattr(self._worker, "thread", None)
-        if activity is not None and thread is not None and (at := activity()) is not None:
-            active_calls.append((at[0], at[1], stack_of(thread.ident)))
+        now = time.monotonic()
+        active_calls = [(method, now - began, stack_of(thread)) for thread, (method, began) in list(self._calls.items())]
+        if (at := self._activity()) is not None:
+            active_calls.append((at[0], at[1], stack_of(self._worker.thread.ident)))
         return active_calls + children_doing()
+
+    def _activity(self) -> tuple[str, float, float | None] | None:
+        activity = getattr(self._worker, "activity", None)
+        return None if activity is None else activity()
 
     def build(self, factory: Callable[..., Any], *args: Any) -> None:
         try:
@@ -147,7 +142,7 @@ class WorkerHost:
         finally:
             gc.enable()
 
-    def call(self, method: str, *args: Any, told: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+    def call(self, method: str, *args: Any, told: dict[str, Any] | None = None) -> Any:
         """Call a method of the worker. Raises RemoteError. `told` is the context of the fault points."""
         if told is not None:
             faults.tell(**{**told, "worker": self.name})
@@ -156,7 +151,7 @@ class WorkerHost:
             with _reported():
                 values = [self._value(argument) for argument in args]
                 with self._instruments.around(self._worker, method):
-                    return getattr(self._worker, method)(*values, **kwargs)
+                    return getattr(self._worker, method)(*values)
         finally:
             del self._calls[threading.get_ident()]
 
@@ -199,12 +194,11 @@ def _reported() -> Iterator[None]:
     """Raise what fails inside of this context as RemoteError, with its traceback in the log."""
     try:
         yield
-    except Exception as found:
-        trace = secrets.redact(traceback.format_exc())
+    except Exception as raised:
         with suppress(OSError):  # a disk that is full, too
-            print(trace, file=sys.stderr, flush=True)
-        error = out_of_memory(found) or found
-        raise RemoteError(type(error).__name__, secrets.redact(str(error)), trace, isinstance(error, GrpoRlError)) from None
+            print(secrets.redact(traceback.format_exc()), file=sys.stderr, flush=True)
+        error = out_of_memory(raised) or raised
+        raise RemoteError(type(error).__name__, secrets.redact(str(error)), isinstance(error, GrpoRlError)) from None
 
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -303,20 +297,19 @@ class Worker:
         self.asked: tuple[str, float] = ("", 0.0)
         self._environment, self._threads = environment, threads
         devices = {"CUDA_VISIBLE_DEVICES": ",".join(slot.gpu_ids)} if slot.gpu_ids else {}
-        worker_environment = {**environment, **devices}
-        options: dict[str, Any] = {"max_concurrency": threads, **slot.options}
         remote: Any = ray.remote  # Ray's types have no concurrency groups
-        host = remote(concurrency_groups={BEATS: 1, LOOKS: 1, NEWS: 1})(WorkerHost).options(**options)
+        host = remote(concurrency_groups={BEATS: 1, LOOKS: 1, NEWS: 1})(WorkerHost)
+        host = host.options(max_concurrency=threads, **slot.options)
         self._oom_kills = oom_kills()
-        self.actor: Any = host.remote(name, str(self.log_file), worker_environment, secrets.known())
+        self.actor: Any = host.remote(name, str(self.log_file), {**environment, **devices}, secrets.known())
 
     @property
     def is_here(self) -> bool:
         return self.address == ray.util.get_node_ip_address()
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> ray.ObjectRef:
+    def call(self, method: str, *args: Any) -> ray.ObjectRef:
         self.asked = (method, time.monotonic())
-        return self.actor.call.remote(method, *args, told=faults.told(), **kwargs)
+        return self.actor.call.remote(method, *args, told=faults.told())
 
     def call_for_two(self, method: str, *args: Any) -> tuple[ray.ObjectRef, ray.ObjectRef]:
         """Start a call of a method that returns a pair, as two objects to be fetched apart.
@@ -375,15 +368,13 @@ class Worker:
             return
         for node in ray.nodes():
             if node["Alive"] and node["NodeManagerAddress"] == self.address:
-                strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-                ray.remote(kill_worker).options(num_cpus=0, scheduling_strategy=strategy).remote(self.pid)
+                ray.remote(kill_worker).options(**NodeSlot(node["NodeID"], 0).options).remote(self.pid)
 
 
 class WorkerGroup:
     """All processes of a role, in rank order.
 
-    A process that died or does not answer makes a call fail with WorkerFailed: for ranks, the end of the
-    group.
+    A process that died or does not answer makes a call fail with WorkerFailed: for ranks, the end of the group.
     """
 
     def __init__(
@@ -454,9 +445,8 @@ def cause_line(text: str, *, at_end: bool = False) -> str:
 def wait_all(workers: Sequence[Worker], refs: Sequence[ray.ObjectRef], timeout_s: float, what: str) -> list[Any]:
     """Return the results of `refs`, one per worker, in order.
 
-    The first failure ends the wait: in a set that works in step, the others would only hang. Raises what
-    `fetch` raises, naming a process that died rather than the neighbours that noticed, and WorkerFailed at
-    the deadline.
+    The first failure ends the wait: in a set that works in step, the others would only hang. Raises what `fetch` raises, naming
+    a process that died rather than the neighbours that noticed, and WorkerFailed at the deadline.
     """
     by_ref = dict(zip(refs, workers, strict=True))
     results: dict[ray.ObjectRef, Any] = {}
@@ -493,9 +483,8 @@ def as_they_end(refs: Iterable[ray.ObjectRef], timeout_s: float) -> Iterator[ray
 def fetch(worker: Worker, ref: ray.ObjectRef, what: str) -> Any:
     """Return the result of a call that has ended.
 
-    Raises ConfigError, DataError, CheckpointError, FunctionError or RewardError as the worker raised it,
-    WorkerDied if its process has ended, OutOfMemory, and ClusterError for everything else, naming worker and
-    call.
+    Raises ConfigError, DataError, CheckpointError, FunctionError or RewardError as the worker raised it, WorkerDied if its
+    process has ended, OutOfMemory, and ClusterError for everything else, naming worker and call.
     """
     try:
         return ray.get(ref, timeout=60.0)

@@ -28,26 +28,22 @@ beats, hangs; so is a phase of a step reported.
 _LOOK_S = 0.2
 
 
+@dataclass(eq=False)
 class Recoveries:
     """The failures of a run's workers: a budget for them, one loud line for each, and their numbers for the next step's metrics.
 
     The budget is `trainer.max_restarts` of one worker or role within `trainer.restart_window_s`.
     """
 
-    def __init__(
-        self,
-        trainer: TrainerConfig,
-        warn: Callable[[str], None],
-        on_restart: Callable[[str, int | None], None] = lambda worker, pid: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.restarts = trainer.recover != "off"
-        self.on_restart = on_restart
-        """Called with the name of every worker that is lost and gets a new process, and None; later with that process's id."""
-        self.warn = warn
+    trainer: TrainerConfig
+    warn: Callable[[str], None]
+    on_restart: Callable[[str, int | None], None] = lambda worker, pid: None
+    """Called with the name of every worker that is lost and gets a new process, and None; later with that process's id."""
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self.restarts = self.trainer.recover != "off"
         self.timeline = Timeline()
-        self._max_restarts, self._window_s = trainer.max_restarts, trainer.restart_window_s
-        self._clock = clock
         self._spent: list[tuple[float, str, str]] = []
         self._since: Metrics = {}
         self._total = 0
@@ -55,16 +51,17 @@ class Recoveries:
 
     def failed(self, name: str, cause: str, then: str) -> None:
         """Allow one more restart of `name`, and report it. Raises ClusterError after too many."""
+        most, window_s = self.trainer.max_restarts, self.trainer.restart_window_s
         with self._lock:
-            current_time = self._clock()
-            self._spent = [entry for entry in self._spent if current_time - entry[0] <= self._window_s]
-            self._spent.append((current_time, name, cause))
-            restarts = sum(1 for _, other, _ in self._spent if other == name) - 1
-            if restarts >= self._max_restarts:
-                causes = [f"\n  {current_time - when:.0f} s ago, {failed}: {why}" for when, failed, why in self._spent]
+            now = self.clock()
+            self._spent = [entry for entry in self._spent if now - entry[0] <= window_s]
+            self._spent.append((now, name, cause))
+            restarts = sum(other == name for _, other, _ in self._spent) - 1
+            if restarts >= most:
+                causes = [f"\n  {now - when:.0f} s ago, {failed}: {why}" for when, failed, why in self._spent]
                 raise ClusterError(
-                    f"{name} failed and is not started again: restarts so far: {restarts} (trainer.max_restarts={self._max_restarts} "
-                    f"within trainer.restart_window_s={self._window_s:.0f}). Every failure in that time:{''.join(causes)}"
+                    f"{name} failed and is not started again: restarts so far: {restarts} (trainer.max_restarts={most} "
+                    f"within trainer.restart_window_s={window_s:.0f}). Every failure in that time:{''.join(causes)}"
                 )
         self.warn(f"recovery: {name} failed: {cause_line(cause)}; {then}")
 
@@ -94,8 +91,7 @@ class Recoveries:
 def verdict(
     silent_s: float, activity: tuple[str, float, float | None] | None, heartbeat_s: float, first_s: float
 ) -> str | None:
-    """Return why a worker is given up, from its last sign of life and what it reported with that; None: it is
-    well.
+    """Return why a worker is given up, from its last sign of life and what it reported with that; None: it is well.
 
     `first_s` is how long something may take that was never done before, or can compile.
     """
@@ -279,20 +275,20 @@ class StuckReport(Watch):
         calls = {worker.doing(): worker for worker in workers}
         answered, _ = ray.wait(list(calls), num_returns=len(calls), timeout=ANSWER_S) if calls else ([], [])
         for ref, worker in calls.items():
-            doing: list[Doing] | None = None
-            if ref in answered:
-                try:
-                    doing = ray.get(ref, timeout=ANSWER_S)
-                except ray.exceptions.RayError as error:
-                    yield f"  {worker.name} (pid {worker.pid}): {type(error).__name__}"
-                    continue
-            if doing is None:
+            name = f"  {worker.name} (pid {worker.pid})"
+            if ref not in answered:
                 method, since = worker.asked
                 words = f", {state(worker.pid)}" if worker.pid is not None and worker.is_here else ""
                 last = f"; asked for {method} {time.monotonic() - since:.1f} s ago" if method else ""
-                yield f"  {worker.name} (pid {worker.pid}): no answer within {ANSWER_S:g} s{words}{last}"
-            elif not doing:
-                yield f"  {worker.name} (pid {worker.pid}): waits for a call"
-            for what, seconds, stack in doing or ():
-                yield f"  {worker.name} (pid {worker.pid}): {what} for {seconds:.1f} s"
+                yield f"{name}: no answer within {ANSWER_S:g} s{words}{last}"
+                continue
+            try:
+                doing: list[Doing] = ray.get(ref, timeout=ANSWER_S)
+            except ray.exceptions.RayError as error:
+                yield f"{name}: {type(error).__name__}"
+                continue
+            if not doing:
+                yield f"{name}: waits for a call"
+            for what, seconds, stack in doing:
+                yield f"{name}: {what} for {seconds:.1f} s"
                 yield from (f"    {line}" for line in stack)

@@ -23,7 +23,7 @@ from grpo_rl.envs.runtime.environment_pool import EnvironmentPool
 from grpo_rl.envs.runtime.episode_host import HostSetup
 from grpo_rl.errors import ClusterError, RewardError
 from grpo_rl.frozen import frozen
-from grpo_rl.rewards.contract import RewardFailure, Sample
+from grpo_rl.rewards.contract import Outcome, RewardFailure, Sample
 from grpo_rl.rewards.models.judge_question import JudgeSpec
 from grpo_rl.rewards.runtime.judge_process import JudgeProcess, Share
 from grpo_rl.rewards.runtime.process import Job
@@ -39,7 +39,7 @@ LOOK_S = 1.0
 SentJob = tuple[int, Sequence[str], bool, int, list[Sample]]
 """A job on its way to a host: number, functions, whether they take lists, characters, and the arguments of each response,
 whose text may be a `StoredText`."""
-SentOutcome = tuple[int, list[Any], bool, float]
+SentOutcome = tuple[int, list[Outcome], bool, float]
 """Number, outcomes, whether the call failed as a whole, seconds."""
 Event = tuple[str, Any]
 """The name of a service, and what it has to say. With `broken`, why the run cannot go on; with `lost`, why not from here."""
@@ -191,12 +191,13 @@ class Scorer:
         self.processes.close()
 
     def _done(self, jobs: Sequence[Job]) -> None:
-        outcomes = [(self._numbers.pop(job), [*map(_plain, job.outcomes)], job.failed_as_whole, job.seconds) for job in jobs]
+        outcomes = [(self._numbers.pop(job), [*map(_sent, job.outcomes)], job.failed_as_whole, job.seconds) for job in jobs]
         self._tell(self._name, outcomes)
 
 
-def _plain(outcome: Any) -> Any:
-    return outcome if isinstance(outcome, RewardFailure) else (outcome.score, dict(outcome.values), outcome.steps)
+def _sent(outcome: Outcome) -> Outcome:
+    """Return an outcome as it can be pickled, which a read-only mapping cannot."""
+    return outcome if isinstance(outcome, RewardFailure) else outcome._replace(values=dict(outcome.values))
 
 
 class Environments(Watch):

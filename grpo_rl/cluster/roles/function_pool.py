@@ -28,7 +28,7 @@ from grpo_rl.config.schema.reward import JudgeConfig
 from grpo_rl.envs.runtime.environment_pool import Event
 from grpo_rl.errors import ClusterError, GrpoRlError
 from grpo_rl.processes.child import KILL_S
-from grpo_rl.rewards.contract import RewardFailure, RewardResult, Sample
+from grpo_rl.rewards.contract import Sample
 from grpo_rl.rewards.models.judge_question import JudgeSpec
 from grpo_rl.rewards.runtime.judge_process import share_of
 from grpo_rl.rewards.runtime.process import Job
@@ -45,10 +45,9 @@ GATHER_S = 0.01
 class FunctionPool:
     def __init__(self, worker_group: WorkerGroup, spec: FunctionSpec, cores: Sequence[int], supervisor: Supervisor) -> None:
         """`cores` has those of each host's node that its processes may use."""
-        self.worker_group, self._spec, self._supervisor = worker_group, spec, supervisor
+        self.worker_group, self.spec, self._supervisor = worker_group, spec, supervisor
         self._cores = {worker: (cores[k], k, len(cores)) for k, worker in enumerate(worker_group.workers)}
         """What each host is built from besides what all have: cores, its number, and the hosts that numbers are shared with."""
-        self._sizes: dict[Worker, dict[str, int]] = {}
         self._clients: dict[str, ScorerClient | EnvironmentClient] = {}  # called in the hosts' threads
         self._broken: GrpoRlError | None = None
         self._lock, self._closed = threading.Lock(), threading.Event()
@@ -57,13 +56,12 @@ class FunctionPool:
         return [self._build(worker) for worker in self.worker_group.workers]
 
     def _build(self, worker: Worker) -> ray.ObjectRef:
-        return worker.actor.build.remote(FunctionHost, self._spec, *self._cores[worker])
+        return worker.actor.build.remote(FunctionHost, self.spec, *self._cores[worker])
 
     def listen(self) -> str:
         """Begin to hear what happens on the hosts, which are built; return what runs where, and within which walls."""
         lines: dict[str, list[str]] = {}
         for worker, (node, sizes, walls) in zip(self.worker_group.workers, self.worker_group.call("describe"), strict=True):
-            self._sizes[worker] = sizes
             processes = ", ".join(f"{count} {name} process{'es' * (count > 1)}" for name, count in sizes.items())
             lines.setdefault("; ".join(filter(None, (processes, walls))), []).append(node)
             threading.Thread(target=self._listen, args=(worker,), name=worker.name, daemon=True).start()
@@ -74,7 +72,7 @@ class FunctionPool:
         with self._lock:
             number = FIRST_JOINED * (1 + len(self._cores))
             fresh = self.worker_group.workers[0].another(f"functions{len(self._cores)}", slot)
-            self._cores[fresh], self._sizes[fresh] = (cores, number, 1), self._spec.sizes(cores)
+            self._cores[fresh] = cores, number, 1
             self.worker_group.workers.append(fresh)
         try:
             self._begin(fresh)
@@ -91,10 +89,13 @@ class FunctionPool:
         wait_all([fresh], [self._build(fresh)], self._supervisor.start_timeout_s, f"start {fresh.name}")
         self._supervisor.watch(fresh)
         for service, client in self._clients.items():
-            client.joined(fresh, self._sizes[fresh][service])
+            self._introduce(service, client, fresh)
+
+    def _introduce(self, service: str, client: ScorerClient | EnvironmentClient, worker: Worker) -> None:
+        client.joined(worker, self.spec.sizes(self._cores[worker][0])[service])
 
     def scorer(self, service: str, done: Done, broken: Broken) -> ScorerClient:
-        spec, put = self._spec.scorers[service], partial(self._put, service)
+        spec, put = self.spec.scorers[service], partial(self._put, service)
         client = JudgeClient(spec.config, put, done, broken) if isinstance(spec, JudgeSpec) else ScorerClient(put, done, broken)
         self._enter(service, client)
         return client
@@ -115,7 +116,7 @@ class FunctionPool:
             self._clients[service] = client
             workers = list(self.worker_group.workers)
         for worker in workers:
-            client.joined(worker, self._sizes[worker][service])
+            self._introduce(service, client, worker)
         if self._broken is not None:
             client.broke(self._broken)
 
@@ -166,7 +167,7 @@ class FunctionPool:
         recoveries.failed(worker.name, str(error), "another is started in its place")
         fresh = worker.another(worker.name, worker.slot)
         with self._lock:
-            self._cores[fresh], self._sizes[fresh] = self._cores.pop(worker), self._sizes.pop(worker)
+            self._cores[fresh] = self._cores.pop(worker)
             self.worker_group.workers.append(fresh)
         try:
             self._begin(fresh)
@@ -232,10 +233,7 @@ class ScorerClient:
             sent = self._sent.get(worker, {})
             for number, outcomes, failed_as_whole, seconds in said:
                 if (job := sent.pop(number, None)) is not None:
-                    job.outcomes = [
-                        outcome if isinstance(outcome, RewardFailure) else RewardResult(*outcome) for outcome in outcomes
-                    ]
-                    job.failed_as_whole, job.seconds = failed_as_whole, seconds
+                    job.outcomes, job.failed_as_whole, job.seconds = outcomes, failed_as_whole, seconds
                     done.append(job)
             self._feed()
         self._done(done)

@@ -52,12 +52,10 @@ class Ledger(Generic[W]):
         return len(unfinished)
 
     def dispatch(self, capacity: int, refill_below: int | None = None) -> dict[W, list[Request]]:
-        """Take waiting requests for the replicas with the fewest in flight, up to `capacity` each; they are
-        in flight then.
+        """Take waiting requests for the replicas with the fewest in flight, up to `capacity` each; they are in flight then.
 
-        Replicas with `refill_below` or more get none now, so that each is sent many at a time. A request of a
-        conversation goes where that was before, if there is room: that replica's prefix cache has what came
-        before.
+        Replicas with `refill_below` or more get none now, so that each is sent many at a time. A request of a conversation goes
+        where that was before, if there is room: that replica's prefix cache has what came before.
         """
         assigned_requests: dict[W, list[Request]] = {}
         below = capacity if refill_below is None else refill_below
@@ -98,14 +96,13 @@ OnLoss = Callable[[Worker, WorkerFailed], None]
 class Transfer:
     """A transfer of the actor's weights to the engines, in the way that `checkpoint_engine.backend` names.
 
-    The actor's ranks walk through the model together, as a whole tensor is gathered from all of them, and
-    pack bucket after bucket, which all engines load; only a reference passes through the controller. By Ray's
-    object store and by NCCL the next bucket is packed while this one is loaded; with CUDA IPC its memory is
-    in use until every engine has answered. An engine that fails on the way is left out.
+    The actor's ranks walk through the model together, as a whole tensor is gathered from all of them, and pack bucket after
+    bucket, which all engines load; only a reference passes through the controller. By Ray's object store and by NCCL the next
+    bucket is packed while this one is loaded; with CUDA IPC its memory is in use until every engine has answered. An engine
+    that fails on the way is left out.
 
-    NCCL's group has fixed members: it is made anew before a transfer between other processes. A broadcast
-    that lost a member ends for none of the others, so that an engine's failure raises WorkerFailed, as a
-    rank's does.
+    NCCL's group has fixed members: it is made anew before a transfer between other processes. A broadcast that lost a member
+    ends for none of the others, so that an engine's failure raises WorkerFailed, as a rank's does.
     """
 
     backend: WeightBackend
@@ -174,7 +171,7 @@ class Transfer:
         world_size = 1 + step * len(engines)
         workers = [self.actors.workers[0], *engines]
         offsets = [0, *(1 + step * i for i in range(len(engines)))]
-        places = [NcclRendezvous(address, port, world_size, offset, self.start_timeout_s) for offset in offsets]
+        places = (NcclRendezvous(address, port, world_size, offset, self.start_timeout_s) for offset in offsets)
         refs = [worker.call("connect", place) for worker, place in zip(workers, places, strict=True)]
         wait_all(workers, refs, self.actors.call_timeout_s, "connect for weight transfer")
         self._connected = tuple(workers)
@@ -209,21 +206,13 @@ class PoolOptions:
 class ReplicaPool(RequestPool):
     """protocols.RolloutPool over engine replicas in processes of their own. It is used from one thread.
 
-    Replicas may die or freeze at any time (`Replicas`): what they had not answered is asked of others, with
-    the same seeds. They sample on while the controller does other things, and get more when the pool is
-    called.
+    Replicas may die or freeze at any time (`Replicas`): what they had not answered is asked of others, with the same seeds.
+    They sample on while the controller does other things, and get more when the pool is called.
     """
 
-    def __init__(
-        self,
-        replicas: Replicas,
-        transfer: Transfer | None,
-        options: PoolOptions,
-    ) -> None:
+    def __init__(self, replicas: Replicas, transfer: Transfer | None, options: PoolOptions) -> None:
         super().__init__(options.max_staleness)
-        self.replicas = replicas
-        self.transfer = transfer
-        self.options = options
+        self.replicas, self.transfer, self.options = replicas, transfer, options
         self._actor: ActorRole | None = None
         self._sleeping: set[Worker] = set(replicas.serving) if options.starts_asleep else set()
         self._keeps_weights = False
@@ -238,9 +227,8 @@ class ReplicaPool(RequestPool):
     def sync_weights(self, actor: ActorRole) -> Metrics:
         """Bring every replica to the actor's weights; nothing moves if they are already there.
 
-        Unfinished requests go on with the new weights if the engines take weights between two steps; other
-        engines first end what they have begun. A replica that fails on the way is replaced; only those with
-        all tensors serve.
+        Unfinished requests go on with the new weights if the engines take weights between two steps; other engines first end
+        what they have begun. A replica that fails on the way is replaced; only those with all tensors serve.
         """
         self._actor = actor
         self.replicas.let_go()
@@ -259,9 +247,8 @@ class ReplicaPool(RequestPool):
     def keep_weights(self) -> Iterator[None]:
         """Ask nothing of the actor inside of this context: another thread works with it.
 
-        Ranks that train would answer a transfer with weights newer than the version under which the others
-        serve; and calls of two threads could reach ranks in different orders, each of which then waits in
-        another collective.
+        Ranks that train would answer a transfer with weights newer than the version under which the others serve; and calls of
+        two threads could reach ranks in different orders, each of which then waits in another collective.
         """
         self._keeps_weights = True
         try:
@@ -280,8 +267,8 @@ class ReplicaPool(RequestPool):
             self._updates_in_flight = all(answers.values()) if answers else None
         return self._updates_in_flight is not False
 
-    def _settle(self, calls: Mapping[Worker, ray.ObjectRef], method: str) -> dict[Worker, Any]:
-        return settle(calls, self.options.step_timeout_s, f"rollout.{method}", self.replicas.failed)
+    def _settle(self, calls: Mapping[Worker, ray.ObjectRef], method: str, on_loss: OnLoss | None = None) -> dict[Worker, Any]:
+        return settle(calls, self.options.step_timeout_s, f"rollout.{method}", on_loss or self.replicas.failed)
 
     def _build_lost(self) -> None:
         """Build replacements that share GPUs with ranks. No rank works now; before, memory for an engine was not there."""
@@ -289,13 +276,11 @@ class ReplicaPool(RequestPool):
         self._sleeping.update(built if self.options.sleeps else ())
 
     def _update(self, workers: list[Worker], version: int) -> int:
-        """Give these replicas the actor's weights; those that have them serve from now on. Return the bytes
-        moved.
+        """Give these replicas the actor's weights; those that have them serve from now on. Return the bytes moved.
 
-        Those that sleep take memory for their weights before, and for their cache when the actor has given
-        back what the transfer used. Each replica is told that an update begins (it samples no further), gets
-        every bucket, and is told that this was all (it checks that nothing is missing, and samples on under
-        the new version).
+        Those that sleep take memory for their weights before, and for their cache when the actor has given back what the
+        transfer used. Each replica is told that an update begins (it samples no further), gets every bucket, and is told that
+        this was all (it checks that nothing is missing, and samples on under the new version).
         """
         assert self.transfer is not None, "weights move where there is an actor"
         alive = list(workers)
@@ -305,8 +290,7 @@ class ReplicaPool(RequestPool):
             self.replicas.failed(worker, error)
 
         def call(method: str, *arguments: Any, only: Collection[Worker] = workers) -> dict[Worker, Any]:
-            calls = {worker: worker.call(method, *arguments) for worker in alive if worker in only}
-            return settle(calls, self.options.step_timeout_s, f"rollout.{method}", left)
+            return self._settle({worker: worker.call(method, *arguments) for worker in alive if worker in only}, method, left)
 
         sleeping = self._sleeping.intersection(workers)
         call("wake_up", "weights", only=sleeping)
@@ -358,12 +342,11 @@ class ReplicaPool(RequestPool):
                 patience = self._patience(next(iter(requests.values())))
                 reports, block = worker.call_for_two("report", further.get(worker, []), POLL_S, *patience)
                 self._polls[reports] = (worker, StoredBlock(block))
+        news = []
         if self._polls:
-            done = ray.wait(list(self._polls), num_returns=1, timeout=wait_s)[0]
+            news = [self._take(ref) for ref in ray.wait(list(self._polls), num_returns=1, timeout=wait_s)[0]]
         else:
-            done = []
             self.replicas.wait(min(wait_s, POLL_S))
-        news = [self._take(ref) for ref in done]
         self._quiet_s = 0.0 if any(news) else self._quiet_s + time.monotonic() - began
         if self._quiet_s > self.options.step_timeout_s:
             waiting = ", ".join(

@@ -28,6 +28,7 @@ from grpo_rl.config.schema.tree import RayInitConfig
 from grpo_rl.config.secrets import remember
 from grpo_rl.errors import ClusterError, DataError
 from grpo_rl.machine_memory import machine_memory
+from grpo_rl.processes import child
 from grpo_rl.processes.family import shielded, started
 from grpo_rl.rollout.engine_environment import SESSION_FOLDER
 from grpo_rl.run_files import read_json
@@ -55,9 +56,8 @@ _is_set = False
 def set_environment(address: str | None = None) -> None:
     """Set what Ray reads from the environment when it is imported, for a cluster at `address` or a local one.
 
-    A local Ray stays on the loopback and gets a token, unless the user has named one or switched it off: the
-    one that Ray would write to ~/.ray/auth_token may be readable to others. Raises ClusterError if Ray was
-    imported.
+    A local Ray stays on the loopback and gets a token, unless the user has named one or switched it off: the one that Ray would
+    write to ~/.ray/auth_token may be readable to others. Raises ClusterError if Ray was imported.
     """
     global _is_set
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -95,9 +95,8 @@ def connecting(
 ) -> Iterator[Connection]:
     """Connect to Ray beside whatever the caller does meanwhile, and leave it again.
 
-    The file `record` lists what belongs to the session. `on_lost` is called in another thread, with the
-    cause, if the cluster has gone. `alone`: only one worker computes. What `ray start` prints goes to the
-    file `log`.
+    The file `record` lists what belongs to the session. `on_lost` is called in another thread, with the cause, if the cluster
+    has gone. `alone`: only one worker computes. What `ray start` prints goes to the file `log`.
     """
     address = config.address or os.environ.get("RAY_ADDRESS")
     set_environment(address)
@@ -193,15 +192,9 @@ class Connection:
         }
         words = ["start", "--head", "--no-monitor", "--disable-usage-stats"]
         words += [f"--{name}={value}" for name, value in options.items()]
-        with shielded(), self.log.open("ab") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "ray.scripts.scripts", *words],
-                env={**NEVER_GIVEN_UP, **os.environ, **self.environment},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+        with self.log.open("ab") as output:
+            variables = {**NEVER_GIVEN_UP, **os.environ, **self.environment}
+            process = child.start("ray.scripts.scripts", words, output, environment=variables)
         try:
             code = process.wait(START_S)
         except subprocess.TimeoutExpired:
@@ -215,8 +208,7 @@ class Connection:
 
 @contextmanager
 def kept_answer_to_sigterm() -> Iterator[None]:
-    """Restore the present answer to SIGTERM after the block: with Ray's, a process aborts where a run saves
-    its state.
+    """Restore the present answer to SIGTERM after the block: with Ray's, a process aborts where a run saves its state.
 
     By sigaction, as Python's `signal` works in a main thread only.
     """
@@ -287,8 +279,7 @@ def _cleaner(session: Session) -> subprocess.Popen[bytes]:
 
 
 def clean_earlier(record: Path) -> list[int]:
-    """End the processes that an earlier run, which left `record`, had left too, and remove its folder; return
-    their ids.
+    """End the processes that an earlier run, which left `record`, had left too, and remove its folder; return their ids.
 
     A run whose controller is alive is left alone: this is a copy of its folder.
     """

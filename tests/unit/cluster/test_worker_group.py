@@ -87,7 +87,7 @@ def test_an_error_of_rays_is_told_by_the_line_that_says_what_happened():
 def test_a_group_that_lost_a_member_is_made_anew_and_a_mistake_is_not_tried_again():
     lost = ("RuntimeError", "NCCL error: remote process exited or there was a network error"), ("DistBackendError", "aborted")
     mistake = "RuntimeError", "The size of tensor a (3) must match the size of tensor b (4)"
-    assert [is_broken(RemoteError(*one, "", user_error=False)) for one in (*lost, mistake)] == [True, True, False]
+    assert [is_broken(RemoteError(*one, user_error=False)) for one in (*lost, mistake)] == [True, True, False]
 
 
 def test_torchs_own_refusal_on_a_cpu_is_told_with_what_was_asked_for_and_what_is_free() -> None:
