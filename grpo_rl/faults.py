@@ -65,12 +65,20 @@ _SPEC = re.compile(
 )
 _ERRNO = {"enospc": errno.ENOSPC, "eio": errno.EIO, "erofs": errno.EROFS}
 _FOREVER_S = 10**6
+
+
+def _spin(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+
+
 _DIRECT: dict[str, Callable[[float], None]] = {
     "kill9": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
     # Called through PyDLL the C function keeps the interpreter's lock: no other thread of this process runs.
     "hold_gil": lambda value: ctypes.PyDLL(None).sleep(int(value)),
-    "loop": lambda value: _spin(value),
+    "loop": _spin,
     "delay": time.sleep,
 }
 _DEFAULTS = {"hold_gil": _FOREVER_S, "loop": _FOREVER_S}
@@ -194,9 +202,3 @@ def _parse(text: str, state: str | None) -> _Entry:
     if once and not state:
         raise ConfigError(f"GRPO_FAULT: `once` in {text!r} needs a folder to remember it in: GRPO_FAULT_STATE")
     return _Entry(text, point, action, float(_DEFAULTS.get(action, 0) if value is None else value), conditions, nth, once)
-
-
-def _spin(seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        pass

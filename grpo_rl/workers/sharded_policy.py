@@ -25,7 +25,6 @@ from grpo_rl.config.derived import lm_head_chunk
 from grpo_rl.gpu_allocator import use_expandable_segments
 from grpo_rl.models import attention, fsdp, load, lora
 from grpo_rl.models.forward import PackedModel, PolicyModel
-from grpo_rl.models.linear import Precision
 from grpo_rl.models.packing import Sequences
 from grpo_rl.models.sequence_parallel import SequenceGroup
 from grpo_rl.models.sharded_load import WeightFiles
@@ -89,7 +88,9 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def build_policy(spec: PolicySpec, rank: Rank, device: torch.device) -> PolicyModel:
-    precision = head_precision(spec.model.lm_head_precision, device.type)
+    precision: Any = spec.model.lm_head_precision
+    if precision == "auto":
+        precision = "tf32" if device.type == "cuda" else "float32"
     adapts = spec.train and spec.model.lora_rank > 0
 
     def wrap(lm: Any) -> PolicyModel:
@@ -105,13 +106,6 @@ def build_policy(spec: PolicySpec, rank: Rank, device: torch.device) -> PolicyMo
             lora.load_adapter(policy.lm, spec.model)
         policy.adapters = lora.describe(policy.lm, spec.model)
     return policy
-
-
-def head_precision(name: str, device_type: str) -> Precision:
-    if name == "auto":
-        return "tf32" if device_type == "cuda" else "float32"
-    assert name in ("float32", "tf32", "bfloat16")
-    return name  # type: ignore[return-value]
 
 
 def build_sharded(

@@ -489,18 +489,18 @@ def fetch(worker: Worker, ref: ray.ObjectRef, what: str) -> Any:
     try:
         return ray.get(ref, timeout=60.0)
     except (ray.exceptions.RayError, RemoteError) as error:
-        cause = error if isinstance(error, RemoteError) else getattr(error, "cause", None)
-        if isinstance(cause, RemoteError) and cause.kind in _USER_ERRORS:
-            raise _USER_ERRORS[cause.kind](cause.message) from error
-        message = f"{what} failed on {worker.name}: {worker.describe(error)}"
-        if isinstance(cause, RemoteError) and cause.kind == OutOfMemory.__name__:
-            raise OutOfMemory(
-                f"{what} failed on {worker.name}: {cause.message}; {what_to_do(what)}\n  log: {worker.log_file}"
-            ) from error
+        cause: Any = error if isinstance(error, RemoteError) else getattr(error, "cause", None)
+        kind = cause.kind if isinstance(cause, RemoteError) else ""
+        if kind in _USER_ERRORS:
+            raise _USER_ERRORS[kind](cause.message) from error
+        where = f"{what} failed on {worker.name}"
+        if kind == OutOfMemory.__name__:
+            raise OutOfMemory(f"{where}: {cause.message}; {what_to_do(what)}\n  log: {worker.log_file}") from error
+        message = f"{where}: {worker.describe(error)}"
         # Ray's own guard ends the process that uses most of a machine's memory when little is left.
         if isinstance(error, ray.exceptions.RayActorError | ray.exceptions.OutOfMemoryError):
             raise WorkerDied(message, [worker]) from error
-        if isinstance(cause, RemoteError) and is_broken(cause):
+        if kind and is_broken(cause):
             raise WorkerFailed(message, [worker]) from error
         raise ClusterError(message) from error
 

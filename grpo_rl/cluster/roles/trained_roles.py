@@ -165,7 +165,7 @@ def _prompts(batch: Batch, rule: MicroBatchRule) -> Prompts | None:
 
 
 def _by_shards(
-    call: Callable[[str, Sequence[tuple[Any, ...]]], list[Any]], method: str, arguments: Iterable[Any], rule: MicroBatchRule
+    call: Callable[[str, list[Any]], list[Any]], method: str, arguments: Iterable[Any], rule: MicroBatchRule
 ) -> list[Any]:
     """Return the result of each shard from its arguments: ranks that compute a pass together have the same shard."""
     return call(method, [of_shard for of_shard in arguments for _ in range(rule.sequence_ranks)])[:: rule.sequence_ranks]

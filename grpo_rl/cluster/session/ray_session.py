@@ -109,7 +109,7 @@ def connecting(
             connection.close()
 
 
-@dataclass
+@dataclass(eq=False)
 class Connection:
     """The connection to Ray, started or found: seconds in which this process mostly waits."""
 
