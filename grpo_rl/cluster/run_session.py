@@ -98,7 +98,9 @@ class RunSession:
         cluster.supervisor.before_kill = stuck.report
         pool, rules = cluster.functions, None
         if plan.reward.scores:
-            roles.rewarder, rules = inputs.start_rewards(scorers, lambda name: pool and partial(pool.scorer, name))
+            roles.rewarder, rules = inputs.start_rewards(
+                scorers, lambda name: None if pool is None else partial(pool.scorer, name)
+            )
             stack.callback(roles.rewarder.close)
         return cluster, roles, rules
 
