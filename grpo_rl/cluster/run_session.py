@@ -198,7 +198,8 @@ def ends_the_run(plan: Plan, status: Status, run_dir: RunDir, console: Console) 
 
 
 def behind_ray(raised: BaseException) -> BaseException:
-    """Return the Preempted that a signal's handler raised in the middle of Ray's C++ part; any other error as it is.
+    """Return the Preempted that a signal's handler raised in the middle of Ray's C++ part; any other error as
+    it is.
 
     It comes out as the cause of a SystemError, once more so if another signal follows.
     """

@@ -231,9 +231,10 @@ def start_roles(
 ) -> tuple[Roles, WorkerGroup | None]:
     """Start the roles of the plan; return them, and the processes of a reward model.
 
-    With `episodes` the rollout role plays these. `functions` run on every node. Processes start beside each other, but engines
-    on the GPUs of others are built alone: vLLM sizes its cache by what is free on the device, and takes every change meanwhile
-    for its own (`gpu_worker.determine_available_memory`). They give their memory back if they can, and ranks come after.
+    With `episodes` the rollout role plays these. `functions` run on every node. Processes start beside each
+    other, but engines on the GPUs of others are built alone: vLLM sizes its cache by what is free on the
+    device, and takes every change meanwhile for its own (`gpu_worker.determine_available_memory`). They give
+    their memory back if they can, and ranks come after.
     """
     engine_spec = None if plan.engine is None else replace(plan.engine, model_path=cluster.model_path)
     for planned in plan.pools:

@@ -26,7 +26,8 @@ COMPLETE = "warm_start.json"
 
 
 def unstarted_folder(name: str, warm: Path | None = None) -> str:
-    """Return a folder with the embedded model as it was initialised, beside `warm`; of any other model, its own.
+    """Return a folder with the embedded model as it was initialised, beside `warm`; of any other model, its
+    own.
 
     Its tokenizer and config are those of the warm one.
     """

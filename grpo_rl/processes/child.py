@@ -1,6 +1,8 @@
-"""A child process and its channel: started, sent messages, heard within a deadline, and killed with all below it.
+"""A child process and its channel: started, sent messages, heard within a deadline, and killed with all below
+it.
 
-A message is a length of four bytes, then JSON: reading what a process that ran a user's code has written must run no code.
+A message is a length of four bytes, then JSON: reading what a process that ran a user's code has written must
+run no code.
 """
 
 from __future__ import annotations
@@ -126,10 +128,11 @@ class Child:
         self._sender.sendall(LENGTH.pack(len(body)) + body)
 
     def receive(self, timeout_s: float = LONGEST_WAIT_S) -> Any:
-        """Return the next message; what has arrived of it is kept for the next call if the time is over before.
+        """Return the next message; what has arrived of it is kept for the next call if the time is over
+        before.
 
-        Raises TimeoutError then, EOFError or another OSError if the process is gone, ValueError if it has written something
-        else.
+        Raises TimeoutError then, EOFError or another OSError if the process is gone, ValueError if it has
+        written something else.
         """
         deadline = time.monotonic() + timeout_s
         while (size := self._size_of_message()) is None:
@@ -147,7 +150,8 @@ class Child:
         return time.monotonic() - self._last_message
 
     def stack(self) -> list[str]:
-        """Return the Python stacks of its threads, innermost calls first; nothing if it is stopped or has not begun.
+        """Return the Python stacks of its threads, innermost calls first; nothing if it is stopped or has not
+        begun.
 
         `faulthandler` writes them from C when the signal comes, whatever holds the interpreter.
         """

@@ -1,8 +1,9 @@
-"""Processes that a run starts: out of reach of the signals that are meant for its controller, and ended with all below them.
+"""Processes that a run starts: out of reach of the signals that are meant for its controller, and ended with
+all below them.
 
-A Ctrl-C, a closed terminal, `timeout` and a batch system signal every process of a job, and only the controller may answer:
-without its workers it could save nothing. So these run in sessions of their own with the signals blocked, and die with the
-controller.
+A Ctrl-C, a closed terminal, `timeout` and a batch system signal every process of a job, and only the
+controller may answer: without its workers it could save nothing. So these run in sessions of their own with
+the signals blocked, and die with the controller.
 """
 
 from __future__ import annotations
@@ -47,10 +48,11 @@ def oom_kills() -> int:
 
 
 def outlive_stop_signals() -> None:
-    """Let STOP_SIGNALS in and do nothing about them, in a shielded process that runs other people's code. Main thread only.
+    """Let STOP_SIGNALS in and do nothing about them, in a shielded process that runs other people's code.
+    Main thread only.
 
-    A blocked or ignored signal would stay so in programs that the code starts, which nothing could then end by it. A handler
-    ends with exec, and is taken off in forks.
+    A blocked or ignored signal would stay so in programs that the code starts, which nothing could then end
+    by it. A handler ends with exec, and is taken off in forks.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, _nothing)
@@ -87,10 +89,12 @@ def adopt_orphans() -> None:
 
 
 def kill_tree(pid: int, *, title: bytes = b"", spares: Callable[[int], bool] = lambda pid: False) -> None:
-    """Send SIGKILL to a process, to the group that it leads or led, and to everything below it in other groups.
+    """Send SIGKILL to a process, to the group that it leads or led, and to everything below it in other
+    groups.
 
-    A process whose command line does not begin with `title` has only inherited the id, and is left alone, as are those that
-    `spares` names. Of those whose own parents ended before, only the group's members are found.
+    A process whose command line does not begin with `title` has only inherited the id, and is left alone, as
+    are those that `spares` names. Of those whose own parents ended before, only the group's members are
+    found.
     """
     name = _command_line(pid)
     if name and not name.startswith(title):
@@ -108,7 +112,8 @@ def descendants(pid: int) -> list[int]:
 
 
 def started(pid: int) -> int | None:
-    """Return when the process with this id was started, in ticks since the machine's start; None if there is none.
+    """Return when the process with this id was started, in ticks since the machine's start; None if there is
+    none.
 
     The system gives ids again: id and start together name one process.
     """

@@ -19,8 +19,9 @@ from grpo_rl.models.forward import PackedModel
 class DeviceMemory:
     """Moves a model and its optimizer between the device and host memory.
 
-    If other processes wait for the memory (`gives_back`, on GPUs), a phase ends by giving back what it took. With
-    `in_host_memory` parameters and moments never leave host memory; FSDP brings each layer's to the device.
+    If other processes wait for the memory (`gives_back`, on GPUs), a phase ends by giving back what it took.
+    With `in_host_memory` parameters and moments never leave host memory; FSDP brings each layer's to the
+    device.
     """
 
     model: PackedModel

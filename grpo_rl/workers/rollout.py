@@ -40,9 +40,10 @@ MIN_BATCH_S = 0.005
 class RolloutWorker:
     """One engine and the thread that steps it.
 
-    The engine lives in that thread alone. Other calls run between two steps, from any number of threads; each waits at most
-    `call_timeout_s`. An error of a call is raised to its caller; an error in a step ends the worker, and every later call
-    raises it. During a weight update the thread takes buckets and steps no further.
+    The engine lives in that thread alone. Other calls run between two steps, from any number of threads; each
+    waits at most `call_timeout_s`. An error of a call is raised to its caller; an error in a step ends the
+    worker, and every later call raises it. During a weight update the thread takes buckets and steps no
+    further.
     """
 
     def __init__(self, spec: EngineSpec, start_timeout_s: float, call_timeout_s: float) -> None:

@@ -79,7 +79,8 @@ class TrainedRank(PerToken, Saves, ABC, Generic[S, M]):
 
     @abstractmethod
     def loss(self, batch: Batch | None, step: OptimizerStep) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return this micro-batch's share of the global loss and of the statistics, with `Objective`'s key prefixes.
+        """Return this micro-batch's share of the global loss and of the statistics, with `Objective`'s key
+        prefixes.
 
         None is a rank without work in a pass of others: it runs the same layers, and its loss is 0.
         """

@@ -1,7 +1,8 @@
-"""Pools of devices, the slots in which processes are placed, and the check that each machine has what a run needs.
+"""Pools of devices, the slots in which processes are placed, and the check that each machine has what a run
+needs.
 
-A machine with other sources or versions, without the run's folder or a model, would train something else without a word, or
-fail hours later.
+A machine with other sources or versions, without the run's folder or a model, would train something else
+without a word, or fail hours later.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ class Pool:
         return nodes_of(*self.groups, *self._further).count(node) * self._bundle["CPU"]
 
     def another(self, devices: int, timeout_s: float, node: str | None = None) -> Slot:
-        """Return a slot for one process more: one that was given back, or `devices` on one node, on `node` if there is room.
+        """Return a slot for one process more: one that was given back, or `devices` on one node, on `node` if
+        there is room.
 
         Raises ClusterError if there is no room in time, or the check of the node fails.
         """
@@ -280,9 +282,11 @@ def differences(machine: str, theirs: Found, ours: Found, needed: Mapping[str, s
 
 
 def check_machines(nodes: Iterable[str], run_folder: Path, own_files: Sequence[str], models: Mapping[str, str]) -> None:
-    """Look at the machines with these ids of Ray's. Raises ClusterError naming each that lacks what the run needs.
+    """Look at the machines with these ids of Ray's. Raises ClusterError naming each that lacks what the run
+    needs.
 
-    `own_files` are files of the user's that workers import; `models` the folders that they read, with the setting of each.
+    `own_files` are files of the user's that workers import; `models` the folders that they read, with the
+    setting of each.
     """
     # A new name: no file system has remembered that it was not there.
     marker = run_folder / f".seen_{token_hex(4)}"

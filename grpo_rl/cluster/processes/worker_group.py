@@ -1,6 +1,8 @@
-"""Worker groups: the processes of one role, called together, with a deadline and a clear cause for every failure.
+"""Worker groups: the processes of one role, called together, with a deadline and a clear cause for every
+failure.
 
-`WorkerHost`, the one Ray actor class, hosts a plain worker object in each process. `Worker` is the controller's handle to it.
+`WorkerHost`, the one Ray actor class, hosts a plain worker object in each process. `Worker` is the
+controller's handle to it.
 """
 
 from __future__ import annotations
@@ -116,9 +118,11 @@ class WorkerHost:
         return address, os.getpid(), port
 
     def beat(self, wait_s: float) -> tuple[str, float, float | None] | None:
-        """Return, after `wait_s`, what the worker is doing, for how many seconds, and the longest it ever took; None: nothing.
+        """Return, after `wait_s`, what the worker is doing, for how many seconds, and the longest it ever
+        took; None: nothing.
 
-        An answer shows that the process runs Python; of a worker without the method `activity` it shows nothing else.
+        An answer shows that the process runs Python; of a worker without the method `activity` it shows
+        nothing else.
         """
         time.sleep(wait_s)
         return self._activity()
@@ -374,7 +378,8 @@ class Worker:
 class WorkerGroup:
     """All processes of a role, in rank order.
 
-    A process that died or does not answer makes a call fail with WorkerFailed: for ranks, the end of the group.
+    A process that died or does not answer makes a call fail with WorkerFailed: for ranks, the end of the
+    group.
     """
 
     def __init__(
@@ -445,8 +450,9 @@ def cause_line(text: str, *, at_end: bool = False) -> str:
 def wait_all(workers: Sequence[Worker], refs: Sequence[ray.ObjectRef], timeout_s: float, what: str) -> list[Any]:
     """Return the results of `refs`, one per worker, in order.
 
-    The first failure ends the wait: in a set that works in step, the others would only hang. Raises what `fetch` raises, naming
-    a process that died rather than the neighbours that noticed, and WorkerFailed at the deadline.
+    The first failure ends the wait: in a set that works in step, the others would only hang. Raises what
+    `fetch` raises, naming a process that died rather than the neighbours that noticed, and WorkerFailed at
+    the deadline.
     """
     by_ref = dict(zip(refs, workers, strict=True))
     results: dict[ray.ObjectRef, Any] = {}
@@ -483,8 +489,9 @@ def as_they_end(refs: Iterable[ray.ObjectRef], timeout_s: float) -> Iterator[ray
 def fetch(worker: Worker, ref: ray.ObjectRef, what: str) -> Any:
     """Return the result of a call that has ended.
 
-    Raises ConfigError, DataError, CheckpointError, FunctionError or RewardError as the worker raised it, WorkerDied if its
-    process has ended, OutOfMemory, and ClusterError for everything else, naming worker and call.
+    Raises ConfigError, DataError, CheckpointError, FunctionError or RewardError as the worker raised it,
+    WorkerDied if its process has ended, OutOfMemory, and ClusterError for everything else, naming worker and
+    call.
     """
     try:
         return ray.get(ref, timeout=60.0)

@@ -51,13 +51,14 @@ class _Standing:
 class Replicas:
     """The processes of the rollout set by what they may do.
 
-    The replicas in `serving` hold the current weights and alone get requests. One that is lost (a call failed, or its heartbeat
-    stopped) is killed, and a new process takes its place; built, it is `ready`, and waits for the current weights, as one that
-    joins does. One that leaves is ended between two calls of the pool, which asks others for what it had not answered. `lose`
-    and `resize` may be called from any thread, all else from the controller's.
+    The replicas in `serving` hold the current weights and alone get requests. One that is lost (a call
+    failed, or its heartbeat stopped) is killed, and a new process takes its place; built, it is `ready`, and
+    waits for the current weights, as one that joins does. One that leaves is ended between two calls of the
+    pool, which asks others for what it had not answered. `lose` and `resize` may be called from any thread,
+    all else from the controller's.
 
-    If engines share GPUs with ranks, a replacement waits, as a process with nothing in it, until the controller calls
-    `build_apart` at a time when no rank works; `vacated` clears the GPUs for it.
+    If engines share GPUs with ranks, a replacement waits, as a process with nothing in it, until the
+    controller calls `build_apart` at a time when no rank works; `vacated` clears the GPUs for it.
     """
 
     worker_group: WorkerGroup
@@ -111,10 +112,11 @@ class Replicas:
             _beside(f"end {worker.name}", self._end, worker)
 
     def build_apart(self) -> list[Worker]:
-        """Build the replacements that wait for GPUs without ranks on them, and put them to sleep; return those.
+        """Build the replacements that wait for GPUs without ranks on them, and put them to sleep; return
+        those.
 
-        vLLM counts every change of the GPU's free memory while it starts as its own: the ranks leave the GPUs, and come back
-        when the new engine has given its memory back.
+        vLLM counts every change of the GPU's free memory while it starts as its own: the ranks leave the
+        GPUs, and come back when the new engine has given its memory back.
         """
         if not (waiting := self._those("unbuilt")):
             return []
@@ -229,7 +231,8 @@ class Replicas:
     # ---- others join and leave ---------------------------------------------------------------------------
 
     def resize(self, change: int, node: str | None = None) -> str:
-        """Let so many replicas join, on this node of Ray's if one is named, or leave if below 0; say what will happen.
+        """Let so many replicas join, on this node of Ray's if one is named, or leave if below 0; say what
+        will happen.
 
         Raises ConfigError if there would be too many or too few.
         """
@@ -276,7 +279,8 @@ class Replicas:
 
 
 class EngineOrders(Watch):
-    """Obeys orders for more or fewer replicas, from the file that `grpo-rl engines` writes and from nodes that join.
+    """Obeys orders for more or fewer replicas, from the file that `grpo-rl engines` writes and from nodes
+    that join.
 
     It keeps `engines` of status.json true: who serves, the bounds, and an answer to each order.
     """

@@ -91,7 +91,8 @@ class Recoveries:
 def verdict(
     silent_s: float, activity: tuple[str, float, float | None] | None, heartbeat_s: float, first_s: float
 ) -> str | None:
-    """Return why a worker is given up, from its last sign of life and what it reported with that; None: it is well.
+    """Return why a worker is given up, from its last sign of life and what it reported with that; None: it is
+    well.
 
     `first_s` is how long something may take that was never done before, or can compile.
     """

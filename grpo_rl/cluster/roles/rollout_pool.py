@@ -52,10 +52,12 @@ class Ledger(Generic[W]):
         return len(unfinished)
 
     def dispatch(self, capacity: int, refill_below: int | None = None) -> dict[W, list[Request]]:
-        """Take waiting requests for the replicas with the fewest in flight, up to `capacity` each; they are in flight then.
+        """Take waiting requests for the replicas with the fewest in flight, up to `capacity` each; they are
+        in flight then.
 
-        Replicas with `refill_below` or more get none now, so that each is sent many at a time. A request of a conversation goes
-        where that was before, if there is room: that replica's prefix cache has what came before.
+        Replicas with `refill_below` or more get none now, so that each is sent many at a time. A request of a
+        conversation goes where that was before, if there is room: that replica's prefix cache has what came
+        before.
         """
         assigned_requests: dict[W, list[Request]] = {}
         below = capacity if refill_below is None else refill_below
@@ -96,13 +98,14 @@ OnLoss = Callable[[Worker, WorkerFailed], None]
 class Transfer:
     """A transfer of the actor's weights to the engines, in the way that `checkpoint_engine.backend` names.
 
-    The actor's ranks walk through the model together, as a whole tensor is gathered from all of them, and pack bucket after
-    bucket, which all engines load; only a reference passes through the controller. By Ray's object store and by NCCL the next
-    bucket is packed while this one is loaded; with CUDA IPC its memory is in use until every engine has answered. An engine
-    that fails on the way is left out.
+    The actor's ranks walk through the model together, as a whole tensor is gathered from all of them, and
+    pack bucket after bucket, which all engines load; only a reference passes through the controller. By Ray's
+    object store and by NCCL the next bucket is packed while this one is loaded; with CUDA IPC its memory is
+    in use until every engine has answered. An engine that fails on the way is left out.
 
-    NCCL's group has fixed members: it is made anew before a transfer between other processes. A broadcast that lost a member
-    ends for none of the others, so that an engine's failure raises WorkerFailed, as a rank's does.
+    NCCL's group has fixed members: it is made anew before a transfer between other processes. A broadcast
+    that lost a member ends for none of the others, so that an engine's failure raises WorkerFailed, as a
+    rank's does.
     """
 
     backend: WeightBackend
@@ -206,8 +209,9 @@ class PoolOptions:
 class ReplicaPool(RequestPool):
     """protocols.RolloutPool over engine replicas in processes of their own. It is used from one thread.
 
-    Replicas may die or freeze at any time (`Replicas`): what they had not answered is asked of others, with the same seeds.
-    They sample on while the controller does other things, and get more when the pool is called.
+    Replicas may die or freeze at any time (`Replicas`): what they had not answered is asked of others, with
+    the same seeds. They sample on while the controller does other things, and get more when the pool is
+    called.
     """
 
     def __init__(self, replicas: Replicas, transfer: Transfer | None, options: PoolOptions) -> None:
@@ -227,8 +231,9 @@ class ReplicaPool(RequestPool):
     def sync_weights(self, actor: ActorRole) -> Metrics:
         """Bring every replica to the actor's weights; nothing moves if they are already there.
 
-        Unfinished requests go on with the new weights if the engines take weights between two steps; other engines first end
-        what they have begun. A replica that fails on the way is replaced; only those with all tensors serve.
+        Unfinished requests go on with the new weights if the engines take weights between two steps; other
+        engines first end what they have begun. A replica that fails on the way is replaced; only those with
+        all tensors serve.
         """
         self._actor = actor
         self.replicas.let_go()
@@ -247,8 +252,9 @@ class ReplicaPool(RequestPool):
     def keep_weights(self) -> Iterator[None]:
         """Ask nothing of the actor inside of this context: another thread works with it.
 
-        Ranks that train would answer a transfer with weights newer than the version under which the others serve; and calls of
-        two threads could reach ranks in different orders, each of which then waits in another collective.
+        Ranks that train would answer a transfer with weights newer than the version under which the others
+        serve; and calls of two threads could reach ranks in different orders, each of which then waits in
+        another collective.
         """
         self._keeps_weights = True
         try:
@@ -276,11 +282,13 @@ class ReplicaPool(RequestPool):
         self._sleeping.update(built if self.options.sleeps else ())
 
     def _update(self, workers: list[Worker], version: int) -> int:
-        """Give these replicas the actor's weights; those that have them serve from now on. Return the bytes moved.
+        """Give these replicas the actor's weights; those that have them serve from now on. Return the bytes
+        moved.
 
-        Those that sleep take memory for their weights before, and for their cache when the actor has given back what the
-        transfer used. Each replica is told that an update begins (it samples no further), gets every bucket, and is told that
-        this was all (it checks that nothing is missing, and samples on under the new version).
+        Those that sleep take memory for their weights before, and for their cache when the actor has given
+        back what the transfer used. Each replica is told that an update begins (it samples no further), gets
+        every bucket, and is told that this was all (it checks that nothing is missing, and samples on under
+        the new version).
         """
         assert self.transfer is not None, "weights move where there is an actor"
         alive = list(workers)

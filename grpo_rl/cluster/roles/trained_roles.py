@@ -1,9 +1,11 @@
-"""The roles that train, over their worker groups: how a batch is dispatched to ranks; actor, critic, reward model.
+"""The roles that train, over their worker groups: how a batch is dispatched to ranks; actor, critic, reward
+model.
 
-The rollouts are assigned to ranks once a step. Each rank's shard goes into Ray's object store; every call only refers to it,
-and brings which rows make which micro-batch, and columns that came later. A process fetches its shard once
-(`worker_group.Stored`). Tokens and log-probs cross processes once, from where they were made to the rank that trains on them;
-values below Ray's limit of 100 KiB pass through the controller's process, unread.
+The rollouts are assigned to ranks once a step. Each rank's shard goes into Ray's object store; every call
+only refers to it, and brings which rows make which micro-batch, and columns that came later. A process
+fetches its shard once (`worker_group.Stored`). Tokens and log-probs cross processes once, from where they
+were made to the rank that trains on them; values below Ray's limit of 100 KiB pass through the controller's
+process, unread.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ class Dispatched:
         mini_batches: Sequence[Sequence[int]] = (),
         units: Sequence[int] | None = None,
     ) -> Dispatched:
-        """Assign the rollouts to ranks, so that each of the mini-batches is even over them, and store each rank's shard.
+        """Assign the rollouts to ranks, so that each of the mini-batches is even over them, and store each
+        rank's shard.
 
         If the rule shares prompts, a group's rollouts go to one rank, as far as the ranks stay even.
         """
@@ -117,12 +120,14 @@ class Dispatched:
         selected: Sequence[Tensor] | None = None,
         zero_advantage_N: Tensor | None = None,
     ) -> Metrics:
-        """Have all ranks take one optimizer step per mini-batch; return their statistics as metrics of their role.
+        """Have all ranks take one optimizer step per mini-batch; return their statistics as metrics of their
+        role.
 
-        `names` are the columns that the update reads beside those of the shard. `selected` has, for each mini-batch, a bool for
-        every trained token of the batch. The rollouts of `zero_advantage_N` get micro-batches of their own, without a backward
-        pass. All ranks have equally many of either kind, because FSDP's collectives differ. With `whole` the ranks only add up
-        the gradient of the one mini-batch, a part of a step with these counts.
+        `names` are the columns that the update reads beside those of the shard. `selected` has, for each
+        mini-batch, a bool for every trained token of the batch. The rollouts of `zero_advantage_N` get
+        micro-batches of their own, without a backward pass. All ranks have equally many of either kind,
+        because FSDP's collectives differ. With `whole` the ranks only add up the gradient of the one
+        mini-batch, a part of a step with these counts.
         """
         forward_only = [False] * batch.num_rollouts if zero_advantage_N is None else zero_advantage_N.tolist()
         alive_N = (batch.trained_lengths_N > 0).tolist()
@@ -187,10 +192,11 @@ def mini_batches(batch: Batch, num_groups: int, seeds: Sequence[int | None]) -> 
 
 
 def combine_stats(results: Sequence[Sequence[dict[str, float]]], counts: Sequence[Counts], role: str) -> Metrics:
-    """Return statistics of ranks and optimizer steps as metrics `role/...`: see `Objective.__call__` for the prefixes.
+    """Return statistics of ranks and optimizer steps as metrics `role/...`: see `Objective.__call__` for the
+    prefixes.
 
-    Means over tokens are divided by the global token count of their step; steps are averaged, maxima taken. What is named
-    `rollout/...` or `rollout_corr/...` keeps its name.
+    Means over tokens are divided by the global token count of their step; steps are averaged, maxima taken.
+    What is named `rollout/...` or `rollout_corr/...` keeps its name.
     """
     per_step: dict[str, list[float]] = defaultdict(list)
     for step, step_counts in enumerate(counts):

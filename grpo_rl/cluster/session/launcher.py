@@ -1,8 +1,10 @@
-"""The launcher: the process that a user started, whose only child is the run's controller (docs/design.md, section 7).
+"""The launcher: the process that a user started, whose only child is the run's controller (docs/design.md,
+section 7).
 
-All processes of a session inherit GRPO_SESSION with the session's token, and are found by it whatever group or parent they
-have; the forked controller shows no such variable. A process that was not launched (a test, a notebook) has `python launcher.py
-TOKEN FOLDER PID` beside it, which waits for its end and cleans up: this file imports Python's library alone.
+All processes of a session inherit GRPO_SESSION with the session's token, and are found by it whatever group
+or parent they have; the forked controller shows no such variable. A process that was not launched (a test, a
+notebook) has `python launcher.py TOKEN FOLDER PID` beside it, which waits for its end and cleans up: this
+file imports Python's library alone.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class Session:
         return cls(token, Path(base if len(base) <= LONGEST_BASE else "/tmp", f"grpo-{token[:8]}"))
 
     def clean(self, but_not: int | None = None) -> list[int]:
-        """End the processes of the session and remove its folder; return the ids of those that were still there.
+        """End the processes of the session and remove its folder; return the ids of those that were still
+        there.
 
         Python's trackers of shared memory get `TRACKER_S` to remove it, now that nothing uses it.
         """

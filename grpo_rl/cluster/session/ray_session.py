@@ -56,8 +56,9 @@ _is_set = False
 def set_environment(address: str | None = None) -> None:
     """Set what Ray reads from the environment when it is imported, for a cluster at `address` or a local one.
 
-    A local Ray stays on the loopback and gets a token, unless the user has named one or switched it off: the one that Ray would
-    write to ~/.ray/auth_token may be readable to others. Raises ClusterError if Ray was imported.
+    A local Ray stays on the loopback and gets a token, unless the user has named one or switched it off: the
+    one that Ray would write to ~/.ray/auth_token may be readable to others. Raises ClusterError if Ray was
+    imported.
     """
     global _is_set
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -95,8 +96,9 @@ def connecting(
 ) -> Iterator[Connection]:
     """Connect to Ray beside whatever the caller does meanwhile, and leave it again.
 
-    The file `record` lists what belongs to the session. `on_lost` is called in another thread, with the cause, if the cluster
-    has gone. `alone`: only one worker computes. What `ray start` prints goes to the file `log`.
+    The file `record` lists what belongs to the session. `on_lost` is called in another thread, with the
+    cause, if the cluster has gone. `alone`: only one worker computes. What `ray start` prints goes to the
+    file `log`.
     """
     address = config.address or os.environ.get("RAY_ADDRESS")
     set_environment(address)
@@ -208,7 +210,8 @@ class Connection:
 
 @contextmanager
 def kept_answer_to_sigterm() -> Iterator[None]:
-    """Restore the present answer to SIGTERM after the block: with Ray's, a process aborts where a run saves its state.
+    """Restore the present answer to SIGTERM after the block: with Ray's, a process aborts where a run saves
+    its state.
 
     By sigaction, as Python's `signal` works in a main thread only.
     """
@@ -279,7 +282,8 @@ def _cleaner(session: Session) -> subprocess.Popen[bytes]:
 
 
 def clean_earlier(record: Path) -> list[int]:
-    """End the processes that an earlier run, which left `record`, had left too, and remove its folder; return their ids.
+    """End the processes that an earlier run, which left `record`, had left too, and remove its folder; return
+    their ids.
 
     A run whose controller is alive is left alone: this is a copy of its folder.
     """
