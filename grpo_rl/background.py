@@ -1,11 +1,11 @@
-"""A call in a daemon thread: a commit or a save beside the training, the training beside the sampling."""
+"""Daemon threads: a call beside others, as a commit or a save beside the training, and a look again and again."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 Result = TypeVar("Result")
 
@@ -21,6 +21,21 @@ def in_background(name: str, call: Callable[[], Result]) -> Future[Result]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+class Watch(threading.Thread):
+    """A daemon thread that runs from now on, and ends soon after `over` is set: made at the end of a subclass's `__init__`."""
+
+    ends_within_s: ClassVar[float] = 10.0
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self.over = threading.Event()
+        self.start()
+
+    def close(self) -> None:
+        self.over.set()
+        self.join(self.ends_within_s)
 
 
 def has_ended(future: Future[Any], wait_s: float) -> bool:

@@ -65,12 +65,20 @@ _SPEC = re.compile(
 )
 _ERRNO = {"enospc": errno.ENOSPC, "eio": errno.EIO, "erofs": errno.EROFS}
 _FOREVER_S = 10**6
+
+
+def _spin(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+
+
 _DIRECT: dict[str, Callable[[float], None]] = {
     "kill9": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
     # Called through PyDLL the C function keeps the interpreter's lock: no other thread of this process runs.
     "hold_gil": lambda value: ctypes.PyDLL(None).sleep(int(value)),
-    "loop": lambda value: _spin(value),
+    "loop": _spin,
     "delay": time.sleep,
 }
 _DEFAULTS = {"hold_gil": _FOREVER_S, "loop": _FOREVER_S}
@@ -104,9 +112,7 @@ _unread = bool(os.environ.get("GRPO_FAULT"))
 
 def fault_point(name: str, **told: Any) -> str | None:
     """Do what is armed here; return `nan` for the caller to do. Raises InjectedFault or OSError."""
-    if _unread:
-        arm()
-    for entry in _armed:
+    for entry in _entries():
         context = _context | told
         if entry.point == name and _is_due(entry, context):
             _note(entry, context)
@@ -118,6 +124,12 @@ def fault_point(name: str, **told: Any) -> str | None:
                 raise OSError(code, f"{os.strerror(code)} (injected)", entry.point)
             _DIRECT[entry.action](entry.value)
     return None
+
+
+def _entries() -> list[_Entry]:
+    if _unread:
+        arm()
+    return _armed
 
 
 def _is_due(entry: _Entry, context: dict[str, Any]) -> bool:
@@ -132,7 +144,7 @@ def _is_due(entry: _Entry, context: dict[str, Any]) -> bool:
     # Noted before it is done, as this process may end by it.
     assert _state is not None
     try:
-        os.close(os.open(_state / sha256(entry.text.encode()).hexdigest()[:16], os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        (_state / sha256(entry.text.encode()).hexdigest()[:16]).touch(exist_ok=False)
     except FileExistsError:
         return False
     return True
@@ -142,25 +154,19 @@ def _note(entry: _Entry, context: dict[str, Any]) -> None:
     if _state is None:
         return
     facts = {key: str(value) for key, value in context.items()}
-    line = json.dumps({"fault": entry.text, "pid": os.getpid(), "time": time.time(), **facts}) + "\n"
-    descriptor = os.open(_state / "fired.jsonl", os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
-    os.write(descriptor, line.encode())
-    os.close(descriptor)
+    with (_state / "fired.jsonl").open("a") as file:
+        file.write(json.dumps({"fault": entry.text, "pid": os.getpid(), "time": time.time(), **facts}) + "\n")
 
 
 def tell(**context: Any) -> None:
     """Set facts that conditions can name at every later point of this process."""
-    if _unread:
-        arm()
-    if _armed:
+    if _entries():
         _context.update(context)
 
 
 def told() -> dict[str, Any] | None:
     """Return the facts that this process was told; None if nothing is armed."""
-    if _unread:
-        arm()
-    return dict(_context) if _armed else None
+    return dict(_context) if _entries() else None
 
 
 def environment() -> dict[str, str]:
@@ -196,9 +202,3 @@ def _parse(text: str, state: str | None) -> _Entry:
     if once and not state:
         raise ConfigError(f"GRPO_FAULT: `once` in {text!r} needs a folder to remember it in: GRPO_FAULT_STATE")
     return _Entry(text, point, action, float(_DEFAULTS.get(action, 0) if value is None else value), conditions, nth, once)
-
-
-def _spin(seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        pass

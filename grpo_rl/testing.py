@@ -42,9 +42,6 @@ from grpo_rl.models import builtin
 from grpo_rl.plan.decisions import RoleName
 from grpo_rl.plan.make import plan_without_page
 from grpo_rl.rewards.audit import Audit
-from grpo_rl.rewards.models.judge_question import JudgeSpec
-from grpo_rl.rewards.runtime.judge_process import JudgeProcess
-from grpo_rl.rewards.runtime.runner import JudgeRunner, RewardRunner
 from grpo_rl.rollout.model_info import stop_token_ids
 from grpo_rl.rollout.requests import RequestPool
 from grpo_rl.telemetry.metrics.sinks import Sinks
@@ -229,11 +226,7 @@ def _roles(inputs: Inputs, make_pool: Callable[..., LocalPool], models: Path, st
             stop_ids = frozenset(stop_token_ids(engine))
             roles.rollout = inputs.episodes.pool(pool, environments, inputs.tokenizer, stop_ids, engine.max_model_len)
     if plan.reward.scores:
-        rules = None if inputs.reward is None else RewardRunner(inputs.reward, config.reward)
-        judge = None
-        if plan.reward.judge:
-            judge = JudgeRunner(config.reward.judge, partial(JudgeProcess, JudgeSpec.of(config.reward)))
-        roles.rewarder = inputs.models.beside(rules, ranks.get("reward_model"), judge)
+        roles.rewarder, _ = inputs.start_rewards(ranks.get("reward_model"), lambda name: None)
         stack.callback(roles.rewarder.close)
     if config.reward.audit and inputs.train_data is not None:
         roles.audit = Audit(config.reward, inputs.audit, stack)

@@ -284,6 +284,7 @@ def bench(folder: Path, case: str, work: argparse.Namespace) -> float:
         spec = replace(plan.engine, model_path=str(model))
         bare_engine = cluster.worker_group("bare_engine", slot, spec.threads)
         bare_loop = cluster.worker_group("bare_loop", slot, machine.num_cpus)
+        cluster.worker_groups += [bare_engine, bare_loop]
         engine_spec = replace(spec, verify_checksum=False)
         cluster.build(
             [

@@ -280,7 +280,6 @@ ENDLESS_WAITS = {
         "_work",
     ): "a daemon thread that has nothing to do: whoever wants its result has a deadline",
     ("rewards/models/judge.py", "_answer"): "a question's turn: each request before it has reward.judge.deadline_s",
-    ("processes/child.py", "receive"): "the channel does not block: it is read when poll says so",
     ("processes/child.py", "_exactly"): "a child with nothing to do; it ends when the run's side of the channel closes",
     ("trainer/stopping.py", "_watch"): "a daemon thread that has nothing to do until a signal comes, or `close`",
     ("api.py", "_wait"): "the run has deadlines of its own, and an interrupt ends the wait",

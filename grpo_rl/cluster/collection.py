@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_rl.checkpoint.files import flush, rename, write_file
+from grpo_rl.checkpoint.files import flush
 from grpo_rl.cluster.inputs import read_inputs
 from grpo_rl.cluster.run_session import RunSession
 from grpo_rl.config.schema.tree import Config, RejectionConfig
@@ -37,6 +37,7 @@ from grpo_rl.errors import DataError
 from grpo_rl.faults import fault_point
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.protocols import Rewarder, RolloutPool
+from grpo_rl.run_files import write_whole
 from grpo_rl.telemetry.metrics.metrics_file import dump_line, jsonable
 from grpo_rl.telemetry.rollout_log import record_of
 from grpo_rl.telemetry.terminal.console import Console
@@ -83,22 +84,30 @@ def summary_of(folder: Path) -> Metrics | None:
     return metrics
 
 
+@dataclasses.dataclass(eq=False)
 class Collection:
     """The phase in which the initial policy answers every prompt `rollout.n` times. Each of its files is complete or not there."""
 
-    def __init__(self, config: Config, prompts: PromptDataset, folder: Path, model: Path, *, pairs: bool) -> None:
-        self.config, self.prompts, self.folder, self.pairs = config, prompts, folder, pairs
+    config: Config
+    prompts: PromptDataset
+    folder: Path
+    model: Path
+    pairs: bool
+
+    def __post_init__(self) -> None:
+        config, prompts = self.config, self.prompts
         self.parts = parts_of(config, len(prompts))
-        weights = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in model.glob("*.safetensors"))
+        files = ((path.name, path.stat()) for path in self.model.glob("*.safetensors"))
+        weights = sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in files)
         self._settings = json.dumps(
             jsonable(
                 {
                     "data": prompts.fingerprint,
-                    "model": [str(model), weights],
+                    "model": [str(self.model), weights],
                     "sampling": dataclasses.asdict(training_sampling(config, 0)) | {"n": config.rollout.n},
                     "prompts": [len(self.parts[0]), config.data.max_prompt_length, config.data.system_prompt],
                     "reward": hashlib.sha256(repr(config.reward).encode()).hexdigest(),
-                    "kept": "pairs" if pairs else dataclasses.asdict(config.algorithm.rejection),
+                    "kept": "pairs" if self.pairs else dataclasses.asdict(config.algorithm.rejection),
                 }
             )
         )
@@ -116,12 +125,9 @@ class Collection:
         path = self.folder / PARTS / f"{number}.json"
         return json.loads(path.read_text()) if path.is_file() else None
 
-    def _write(self, name: str, *lines: str) -> None:
+    def _write(self, name: str, content: str) -> None:
         path = self.folder / name
-        temporary = path.with_name(f".{path.name}")
-        temporary.unlink(missing_ok=True)
-        write_file(temporary, (line.encode() for line in lines))
-        rename(temporary, path)
+        write_whole(path, content, durable=True)
         flush(path.parent)
 
     def run(self, rollout: RolloutPool, rewarder: Rewarder, console: Console, phase: Callable[[str], None]) -> None:
@@ -151,7 +157,7 @@ class Collection:
                     counts[name] += count
                 yield from (dump_line(row) for row in part["rows"] if chosen.takes(row))
 
-        self._write(TRAIN, *rows())
+        self._write(TRAIN, "".join(rows()))
         self._write(SUMMARY, json.dumps(self._metrics(counts, chosen)))
         shutil.rmtree(self.folder / PARTS)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpo_rl.cluster import warm_start
 from grpo_rl.cluster.roles.function_host import EnvironmentSpec, FunctionSpec, ScorerSpec
-from grpo_rl.cluster.roles.reward_model_role import ModelRewards
-from grpo_rl.config.schema.tree import Config
+from grpo_rl.cluster.roles.reward_model_role import RewardModelRole, prepared
 from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.data.draw_order import make_row_order
 from grpo_rl.data.row_set import BadRows, RowSet, TrainingRows, TrainingSet
@@ -22,10 +22,17 @@ from grpo_rl.frozen import frozen
 from grpo_rl.models.load import load_config, load_tokenizer
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.rewards.audit import auditing
+from grpo_rl.rewards.combined import CombinedRewarder, ModelReward
 from grpo_rl.rewards.compose import JUDGE, RewardFunction, audit_of
 from grpo_rl.rewards.models.judge_question import JudgeSpec
+from grpo_rl.rewards.runtime.judge_process import JudgeProcess
+from grpo_rl.rewards.runtime.processes import Broken, Done
+from grpo_rl.rewards.runtime.runner import JobPool, JudgeRunner, RewardRunner
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal.console import Console
+
+if TYPE_CHECKING:
+    from grpo_rl.cluster.processes.worker_group import WorkerGroup
 
 T = TypeVar("T", bound=RowSet[Any])
 
@@ -50,8 +57,31 @@ class Inputs:
     """The rows that are trained on as they stand; None if the trained responses are sampled."""
     reward: RewardFunction | None
     audit: RewardFunction | None
-    models: ModelRewards
+    model: Callable[[WorkerGroup], RewardModelRole] | None
+    """Makes the role of the reward model, if the plan has it, over its processes."""
     episodes: EpisodeSetup | None = None
+
+    def start_rewards(
+        self, scorers: WorkerGroup | None, start_of: Callable[[str], Callable[[Done, Broken], JobPool] | None]
+    ) -> tuple[CombinedRewarder, RewardRunner | None]:
+        """Return the reward of rules, of the reward model that `scorers` compute, and of a judge; then that of the rules alone.
+
+        `start_of` returns what starts the processes of a service; None: they are on this machine.
+        """
+        plan, config = self.plan, self.plan.config.reward
+        rules = None if self.reward is None else RewardRunner(self.reward, config, start_of("reward"))
+        models: list[ModelReward] = [] if self.model is None or scorers is None else [self.model(scorers)]
+        if plan.reward.judge:
+            models.append(JudgeRunner(config.judge, start_of(JUDGE) or partial(JudgeProcess, JudgeSpec.of(config))))
+        rewarder = CombinedRewarder(
+            rules,
+            models,
+            config,
+            models_alone=plan.config.is_iterated,
+            episodes=plan.config.rollout.multi_turn if plan.plays_episodes else None,
+            every_turn="states" in plan.advantage_needs,
+        )
+        return rewarder, rules
 
     def functions(self, plan: Plan, logs: Path) -> FunctionSpec | None:
         config = plan.config.reward
@@ -66,12 +96,11 @@ class Inputs:
             scorers[JUDGE] = JudgeSpec.of(config)
         environments = None
         if self.episodes is not None:
-            environment = plan.config.rollout.multi_turn.environment
-            environments = EnvironmentSpec(self.episodes.host, environment)
+            environments = EnvironmentSpec(self.episodes.host, plan.config.rollout.multi_turn.environment)
         if not scorers and environments is None:
             return None
-        runs_code = any(scorer is not None and scorer.runs_code for scorer in (self.reward, self.audit))
-        needs_sandbox = runs_code or (self.episodes is not None and self.episodes.runs_code)
+        runners = self.reward, self.audit, self.episodes
+        needs_sandbox = any(runner is not None and runner.runs_code for runner in runners)
         return FunctionSpec(scorers, environments, needs_sandbox, logs)
 
 
@@ -86,36 +115,32 @@ def read_inputs(
     folder = warm_start.unstarted_folder(config.model.path)
     scorer = warm_start.unstarted_folder(config.reward.reward_model.model_path or "")
     with console.progress("reading the model's settings and its tokenizer"):
-        tokenizer, vocab_size = _tokenizer(config, folder)
+        model = config.model
+        # The model's config first: a folder that cannot be used is refused before anything is read or started.
+        settings = load_config(folder, trust_remote_code=model.trust_remote_code, override=model.override_config)
+        tokenizer = load_tokenizer(model.tokenizer_path or folder, trust_remote_code=model.trust_remote_code)
+    vocab_size, decode = int(settings.get_text_config().vocab_size), decoder(tokenizer)
     episodes = EpisodeSetup.of(config) if plan.plays_episodes else None
     if episodes is not None:
         for note in episodes.check(tokenizer):
             console.warn(note)
     data_plan = plan if episodes is None else plan.with_data(episodes.data(tokenizer))
     train, val, rows = _data(data_plan, tokenizer, vocab_size, console, run_dir.path, collected, part)
-    models = ModelRewards(plan, scorer, tokenizer, decoder(tokenizer))
+    has_model = plan.reward.scores and plan.role("reward_model") is not None
+    reward_model = prepared(plan, scorer, tokenizer, decode) if has_model else None
     reward = audit = None
     data_sources = {source for part in (train, val) if part is not None for source in part.data_sources}
     if plan.reward.rules:
-        decode = decoder(tokenizer) if plan.reward.steps_by_rules else None
-        reward = RewardFunction.from_config(config.reward, decode=decode)
+        reward = RewardFunction.from_config(config.reward, decode=decode if plan.reward.steps_by_rules else None)
         reward.check_data_sources(data_sources)
-    if train is not None and config.data.curriculum is not None:
-        make_row_order(config, train).next_batch()  # what the function does wrong shows before any worker starts
     if train is not None:
+        if config.data.curriculum is not None:
+            make_row_order(config, train).next_batch()  # what the function does wrong shows before any worker starts
         audit = auditing(config.reward, data_sources)
     trained = train if rows is None else rows.train
     if trained is not None:
         plan = plan.with_rows(len(trained))
-    return Inputs(plan, tokenizer, train, val, rows, reward, audit, models, episodes)
-
-
-def _tokenizer(config: Config, folder: str) -> tuple[Any, int]:
-    model = config.model
-    # The model's config first: a folder that cannot be used is refused before anything is read or started.
-    settings = load_config(folder, trust_remote_code=model.trust_remote_code, override=model.override_config)
-    tokenizer = load_tokenizer(model.tokenizer_path or folder, trust_remote_code=model.trust_remote_code)
-    return tokenizer, int(settings.get_text_config().vocab_size)
+    return Inputs(plan, tokenizer, train, val, rows, reward, audit, reward_model, episodes)
 
 
 def _data(

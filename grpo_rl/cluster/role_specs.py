@@ -34,13 +34,12 @@ def rank_of(name: RoleName, plan: Plan, actor: ActorSpec, reward_model_path: str
         return "reference.ReferenceWorker", (frozen,), {"offload": fsdp.param_offload}
     if name == "teacher":
         return "reference.ReferenceWorker", teacher_specs(plan, policy), {"offload": plan.config.distillation.param_offload}
-    settings = plan.config.reward.reward_model
+    settings, seed = plan.config.reward.reward_model, plan.config.trainer.seed
     scorer = RewardModelSpec(reward_model_path, settings.dtype, settings.trust_remote_code, settings.param_offload)
     if not plan.trains_reward_model:
         return "reward_model.RewardModelWorker", scorer, {}
-    trained = TrainedRewardModelSpec(
-        scorer, settings.train, plan.sizes.reward_model_updates, plan.config.trainer.seed, policy.share_prompts
-    )
+    num_updates = plan.sizes.reward_model_updates
+    trained = TrainedRewardModelSpec(scorer, settings.train, num_updates, seed, policy.share_prompts)
     return "reward_model.TrainedRewardModelWorker", trained, {}
 
 

@@ -96,8 +96,8 @@ def figures_of(role: str, answers: Sequence[Answer], device_tflops: float | None
     metrics: Metrics = {}
     for phase in sorted({phase for _, phases in answers for phase in phases}):
         measures = [phases[phase] for _, phases in answers if phase in phases]
-        for kind in sorted({kind for measure in measures for kind in measure.memory or {}}):
-            max_bytes = max((measure.memory or {}).get(kind, 0) for measure in measures)
+        for kind in sorted({kind for measure in measures for kind in measure.memory}):
+            max_bytes = max(measure.memory.get(kind, 0) for measure in measures)
             metrics[f"perf/memory/{name}/{phase}/{kind}_gib"] = max_bytes / GIB
         seconds, flops = max(measure.seconds for measure in measures), sum(measure.flops for measure in measures)
         work = WORK_NAMES.get((role, phase))

@@ -7,7 +7,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -69,11 +69,8 @@ class RunSession:
         """Wait for Ray, and return the folder of a model: an embedded one may have to be trained first."""
         from grpo_rl.cluster.warm_start import ready_folder
 
-        if self.connection.has_tried:
+        with nullcontext() if self.connection.trial.done() else self.console.progress("waiting for Ray"):
             self.connection.connected()
-        else:
-            with self.console.progress("waiting for Ray"):
-                self.connection.connected()
         if not gc.isenabled():  # by the command that trains, whose imports are done now
             gc.enable()
             # A million objects of modules, which live as long as the process: a garbage collection need not visit them.
@@ -86,8 +83,6 @@ class RunSession:
         from grpo_rl.cluster.processes.placement import raylets
         from grpo_rl.cluster.recovery.supervisor import StuckReport
         from grpo_rl.cluster.start_roles import Cluster, start_roles
-        from grpo_rl.rewards.compose import JUDGE
-        from grpo_rl.rewards.runtime.runner import JudgeRunner, RewardRunner
 
         policy = self.model_folder(plan.config.model.path)
         scorer = self.model_folder(plan.config.reward.reward_model.model_path or "")
@@ -101,14 +96,11 @@ class RunSession:
         stuck = StuckReport(plan.config.trainer, self.status, cluster.all_groups, self.console.warn)
         stack.callback(stuck.close)
         cluster.supervisor.before_kill = stuck.report
-        rules = judge = None
+        pool, rules = cluster.functions, None
         if plan.reward.scores:
-            if cluster.functions is not None:
-                if inputs.reward is not None:
-                    rules = RewardRunner(inputs.reward, plan.config.reward, partial(cluster.functions.scorer, "reward"))
-                if plan.reward.judge:
-                    judge = JudgeRunner(plan.config.reward.judge, partial(cluster.functions.scorer, JUDGE))
-            roles.rewarder = inputs.models.beside(rules, scorers, judge)
+            roles.rewarder, rules = inputs.start_rewards(
+                scorers, lambda name: None if pool is None else partial(pool.scorer, name)
+            )
             stack.callback(roles.rewarder.close)
         return cluster, roles, rules
 
@@ -128,14 +120,12 @@ def run_session(plan: Plan, run_dir: RunDir, console: Console, page: PageBeside 
         )
     status = Status(run_dir.status_file)
     over = Preempted("the grace period is over; the last commit is untouched")
-    stop = (
-        Stop(plan.config.trainer.grace_s, lambda: None, console.notice, console.give_back_terminal)
-        if first is None
-        else first.stop
-    )
-    if first is None:
-        stop.listen()
     wait_s, grace_s = os.environ.get(STOP_WAIT, "3"), plan.config.trainer.grace_s
+    if first is None:
+        stop = Stop(grace_s, lambda: None, console.notice, console.give_back_terminal)
+        stop.listen()
+    else:
+        stop = first.stop
     if RAY_JOB in os.environ and float(wait_s) < grace_s:
         console.warn(
             f"`ray job stop` kills this run after {wait_s} s, and trainer.grace_s={grace_s:g} are to save it: submit it with "
@@ -147,12 +137,9 @@ def run_session(plan: Plan, run_dir: RunDir, console: Console, page: PageBeside 
         stack.enter_context(stop.calling_at_deadline(lambda: status.end(over)))
         try:
             if first is None:
-                num_cpus, log, lost = (
-                    os.cpu_count() or 1,
-                    run_dir.logs / "ray.log",
-                    ends_the_run(plan, status, run_dir, console),
-                )
-                starting = connecting(ray_init, num_cpus, run_dir.session_file, lost, log, alone=plan.computes_alone)
+                lost, log = ends_the_run(plan, status, run_dir, console), run_dir.logs / "ray.log"
+                cores = os.cpu_count() or 1
+                starting = connecting(ray_init, cores, run_dir.session_file, lost, log, alone=plan.computes_alone)
                 _first = RunSession(plan, run_dir, console, status, stop, stack.enter_context(starting))
                 yield _first
             else:

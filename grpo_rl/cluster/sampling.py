@@ -9,6 +9,7 @@ from typing import Any
 
 from grpo_rl.cluster.run_session import RunSession, run_session
 from grpo_rl.cluster.session.ray_session import clean_earlier
+from grpo_rl.config.schema.fields import replaced
 from grpo_rl.config.schema.tree import MultiTurnConfig
 from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.frozen import frozen
@@ -96,14 +97,11 @@ def sampler(session: RunSession, plan: Plan) -> Iterator[Sampler]:
 
 def unscored(plan: Plan) -> Plan:
     """Return the plan without any reward, environment or data: prompts that are not in verl's row format, or are typed."""
-    data = dataclasses.replace(plan.config.data, val_files=[])
-    parts = plan.config.actor_rollout_ref
-    rollout = dataclasses.replace(parts.rollout, multi_turn=MultiTurnConfig())
-    single = dataclasses.replace(parts, rollout=rollout)
+    roles = tuple(role for role in plan.roles if role.name == "rollout")
     return dataclasses.replace(
         plan,
-        config=dataclasses.replace(plan.config, data=data, actor_rollout_ref=single),
-        roles=tuple(role for role in plan.roles if role.name == "rollout"),
-        pools=tuple(pool for pool in plan.pools if pool.name in {role.pool for role in plan.roles if role.name == "rollout"}),
+        config=replaced(plan.config, {"data.val_files": [], "actor_rollout_ref.rollout.multi_turn": MultiTurnConfig()}),
+        roles=roles,
+        pools=tuple(pool for pool in plan.pools if pool.name in {role.pool for role in roles}),
         reward=RewardPlan(),
     )

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import ray
@@ -87,66 +86,67 @@ class Cluster:
             (self.model_path, "actor_rollout_ref.model.path", of_policy),
             (policy.lora_adapter_path, "actor_rollout_ref.model.lora_adapter_path", {"actor"}),
             (policy.tokenizer_path, "actor_rollout_ref.model.tokenizer_path", {"rollout"}),
+            *((t.model_path, f"distillation.teacher_models.{name}.model_path", {"teacher"}) for name, t in self.plan.teachers),
         ]
-        for name, teacher in self.plan.teachers:
-            read_by.append((teacher.model_path, f"distillation.teacher_models.{name}.model_path", {"teacher"}))
         roles = {str(role.name) for role in self.plan.roles if role.pool == pool}
         models = {path: key for path, key, readers in read_by if path and roles & readers}
-        actor = parts.actor
-        functions = [actor.policy_loss.loss_mode, actor.loss_agg_mode, actor.kl_loss_type, parts.rollout.name]
-        everywhere = [asdict(self.config.reward), asdict(parts.rollout.multi_turn)]
-        return function_files([*functions, *everywhere]), models
+        actor, rollout = parts.actor, parts.rollout
+        functions = [actor.policy_loss.loss_mode, actor.loss_agg_mode, actor.kl_loss_type, rollout.name]
+        return function_files([*functions, asdict(self.config.reward), asdict(rollout.multi_turn)]), models
 
-    def start(self, name: RoleName, environment: Mapping[str, str] = MappingProxyType({})) -> WorkerGroup:
+    def start(self, name: RoleName, environment: Mapping[str, str] | None = None) -> WorkerGroup:
         """Start the processes of a role that the plan has, with nothing in them yet."""
         role = self.plan.role(name)
         assert role is not None, f"the plan has no {name}"
         shared_by = self.config.rollout.engines_per_device if name == "rollout" else 1
         slots = self.pool(role.pool).slots(role.devices_per_worker, shared_by)[: role.num_workers]
-        return self.worker_group(name, slots, role.threads, environment, calls_at_once=role.calls_at_once)
+        worker_group = self.worker_group(name, slots, role.threads, environment, role.calls_at_once)
+        self.worker_groups.append(worker_group)
+        return worker_group
 
     def worker_group(
         self,
         role: str,
         slots: Sequence[Slot | NodeSlot],
         threads: int,
-        environment: Mapping[str, str] = MappingProxyType({}),
+        environment: Mapping[str, str] | None = None,
         calls_at_once: int = 1,
     ) -> WorkerGroup:
         """Start one process per slot, with nothing in it yet; `threads` are OpenMP's on a CPU."""
         common = environment_of(alone=self.plan.computes_alone)
-        environment = {"OMP_NUM_THREADS": str(threads)} | common | dict(environment) | faults.environment()
-        if self.config.trainer.deterministic:
-            environment |= DETERMINISTIC
-        worker_group = WorkerGroup(
+        deterministic = DETERMINISTIC if self.config.trainer.deterministic else {}
+        return WorkerGroup(
             role,
             slots,
             log_dir=self.log_dir,
-            environment=environment,
+            environment={
+                "OMP_NUM_THREADS": str(threads),
+                **common,
+                **(environment or {}),
+                **faults.environment(),
+                **deterministic,
+            },
             call_timeout_s=self.config.trainer.step_timeout_s,
             threads_per_worker=calls_at_once,
         )
-        self.worker_groups.append(worker_group)
-        return worker_group
 
     def start_functions(self, spec: FunctionSpec) -> Started:
         """Start a function host on every node of the run, and begin to build it.
 
         It asks Ray for a core for each of its processes, up to those that devices of this run leave on the node.
         """
-        order = [node["NodeID"] for node in ray.nodes()]
-        names = sorted(set().union(*(pool.nodes for pool in self.pools.values())), key=order.index)
+        used = set().union(*(pool.nodes for pool in self.pools.values()))
+        names = [node["NodeID"] for node in ray.nodes() if node["NodeID"] in used]
         slots, cores = zip(*(self._function_slot(spec, name) for name in names), strict=True)
-        worker_group = self.worker_group("functions", slots, 1)
-        self.worker_groups.remove(worker_group)  # without it the run goes on
+        worker_group = self.worker_group("functions", slots, 1)  # without it the run goes on
         self.functions = FunctionPool(worker_group, spec, cores, self.supervisor)
         self.on_shutdown.append(self.functions.close)
         return worker_group, self.functions.start_build()
 
-    def join_functions(self, spec: FunctionSpec, node: str) -> None:
-        assert self.functions is not None
-        if all(worker.slot.node != node for worker in self.functions.worker_group.workers):
-            self.functions.join(*self._function_slot(spec, node))
+    def join_functions(self, node: str) -> None:
+        functions = self.functions
+        if functions is not None and all(worker.slot.node != node for worker in functions.worker_group.workers):
+            functions.join(*self._function_slot(functions.spec, node))
 
     def _function_slot(self, spec: FunctionSpec, node: str) -> tuple[NodeSlot, int]:
         """Return the place of a function host and the cores that this run's devices leave to it there."""
@@ -159,11 +159,12 @@ class Cluster:
     @property
     def all_groups(self) -> list[WorkerGroup]:
         """All worker groups, those included without which the run goes on."""
-        return [*self.worker_groups, *([] if self.functions is None else [self.functions.worker_group])]
+        return self.worker_groups + ([] if self.functions is None else [self.functions.worker_group])
 
     def ranks(self, worker_group: WorkerGroup) -> list[Rank]:
         """Return each process's rank and the address where the set meets, once its processes run."""
-        trainer, places = self.config.trainer, worker_group.where(self.config.trainer.start_timeout_s)
+        trainer = self.config.trainer
+        places = worker_group.where(trainer.start_timeout_s)
         address, _, port = places[0]
         timeouts = trainer.collective_timeout_s, trainer.start_timeout_s
         return [
@@ -188,11 +189,8 @@ class Cluster:
     @contextmanager
     def vacated(self) -> Iterator[None]:
         pools: dict[str, str] = {role.name: role.pool for role in self.plan.roles}
-        ranks = [
-            worker_group
-            for worker_group in self.worker_groups
-            if worker_group.role != "rollout" and pools[worker_group.role] == pools["rollout"]
-        ]
+        shared = pools.pop("rollout")
+        ranks = [worker_group for worker_group in self.worker_groups if pools.get(worker_group.role) == shared]
         try:
             for worker_group in ranks:
                 worker_group.call("vacate")
@@ -207,11 +205,8 @@ class Cluster:
     def fixed_places(self) -> dict[str, Slot]:
         """Return where the workers are without which the run cannot go on: all, but for engines whose number may change."""
         min_replicas, max_replicas = self.plan.replica_bounds
-        fixed = [
-            worker_group
-            for worker_group in self.worker_groups
-            if min_replicas == max_replicas or worker_group.role != "rollout"
-        ]
+        flexible = "rollout" if min_replicas < max_replicas else ""
+        fixed = (worker_group for worker_group in self.worker_groups if worker_group.role != flexible)
         return {worker.name: worker.slot for worker_group in fixed for worker in worker_group.workers}
 
     def shutdown(self) -> None:
@@ -283,8 +278,7 @@ def start_roles(
     roles = roles_over(plan, ranks, tokenizer)
     roles.recoveries = cluster.supervisor.recoveries.metrics
     if engines is not None and engine_spec is not None:
-        on_place = (lambda node: None) if functions is None else partial(cluster.join_functions, functions)
-        roles.rollout = pool = _make_pool(cluster, engines, ranks.get("actor"), engine_spec, on_place)
+        roles.rollout = pool = _make_pool(cluster, engines, ranks.get("actor"), engine_spec)
         if episodes is not None and cluster.functions is not None:
             # It loads parts of transformers that a controller without episodes does without.
             from grpo_rl.rollout.model_info import stop_token_ids
@@ -295,9 +289,7 @@ def start_roles(
     return roles, ranks.get("reward_model")
 
 
-def _make_pool(
-    cluster: Cluster, engines: WorkerGroup, actors: WorkerGroup | None, spec: EngineSpec, on_place: Callable[[str], None]
-) -> ReplicaPool:
+def _make_pool(cluster: Cluster, engines: WorkerGroup, actors: WorkerGroup | None, spec: EngineSpec) -> ReplicaPool:
     """Return the rollout role over its engines. Their weights come from the actors, if any."""
     plan, trainer = cluster.plan, cluster.config.trainer
     options = PoolOptions(
@@ -318,7 +310,7 @@ def _make_pool(
     devices, (min_replicas, max_replicas), planned = spec.tensor_parallel_size, plan.replica_bounds, plan.role("rollout")
     can_replace, elastic = cluster.supervisor.recoveries.restarts, None
     if can_replace and planned is not None and min_replicas < max_replicas:
-        elastic = Elastic(min_replicas, max_replicas, cluster.pool(planned.pool), devices, on_place)
+        elastic = Elastic(min_replicas, max_replicas, cluster.pool(planned.pool), devices, cluster.join_functions)
     vacated = cluster.vacated if plan.engines_share_gpus else None
     replicas = Replicas(engines, cluster.supervisor, build_engine if can_replace else None, vacated, elastic)
     if elastic is not None:

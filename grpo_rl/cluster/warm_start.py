@@ -6,21 +6,13 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from grpo_rl.config.derived import Machine
-from grpo_rl.config.schema.tree import (
-    ActorConfig,
-    ActorRolloutRefConfig,
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimConfig,
-    PolicyLossConfig,
-)
+from grpo_rl.config.schema.fields import replaced
+from grpo_rl.config.schema.tree import Config, OptimConfig
 from grpo_rl.data.training_rows.conversations import Demonstration, supervised_batch, task_demonstrations
 from grpo_rl.errors import DivergedError
 from grpo_rl.models import builtin
@@ -111,17 +103,19 @@ def _fit(actor: Actor, demonstrations: Sequence[Demonstration], spec: builtin.Wa
 
 
 def _config(spec: builtin.WarmStart, folder: str) -> Config:
-    actor = ActorConfig(
-        policy_loss=PolicyLossConfig(loss_mode="sft"),
-        optim=OptimConfig(lr=spec.lr, lr_warmup_steps=spec.lr_warmup_steps, weight_decay=0.0),
-    )
-    model = ModelConfig(path=folder, enable_gradient_checkpointing=False)
-    config = Config(
-        data=DataConfig(responses="rows", train_batch_size=spec.batch_size),
-        actor_rollout_ref=ActorRolloutRefConfig(model=model, actor=actor),
-    )
-    trainer = replace(config.trainer, n_gpus_per_node=1, seed=spec.seed, total_training_steps=spec.num_steps)
-    return replace(config, trainer=trainer)
+    policy = "actor_rollout_ref"
+    values = {
+        "data.responses": "rows",
+        "data.train_batch_size": spec.batch_size,
+        f"{policy}.model.path": folder,
+        f"{policy}.model.enable_gradient_checkpointing": False,
+        f"{policy}.actor.policy_loss.loss_mode": "sft",
+        f"{policy}.actor.optim": OptimConfig(lr=spec.lr, lr_warmup_steps=spec.lr_warmup_steps, weight_decay=0.0),
+        "trainer.n_gpus_per_node": 1,
+        "trainer.seed": spec.seed,
+        "trainer.total_training_steps": spec.num_steps,
+    }
+    return replaced(Config(), values)
 
 
 def _is_complete(folder: Path) -> bool:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf._utils import get_yaml_loader
 
 import grpo_rl
 from grpo_rl.errors import ConfigError, did_you_mean
@@ -93,10 +92,24 @@ def read(path: Path, name: str) -> YamlFile:
     return file
 
 
-_Loader: Any = get_yaml_loader()
-"""YAML as OmegaConf reads it (`1e-5` is a number, dates are text, no duplicate keys), by libyaml where it is there."""
-if yaml.__with_libyaml__:
-    _Loader = type("_Loader", (yaml.CSafeLoader, _Loader), {})
+class _Loader(yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader):  # type: ignore[misc]
+    """YAML as OmegaConf reads it (`1e-5` is a number, dates are text, no duplicate keys), by libyaml."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        names = set[str]()
+        for key, _ in node.value:
+            if key.tag == self.DEFAULT_SCALAR_TAG and key.value in names:
+                raise yaml.constructor.ConstructorError(None, None, f"found duplicate key {key.value}", key.start_mark)
+            names.add(key.value if key.tag == self.DEFAULT_SCALAR_TAG else "")
+        return super().construct_mapping(node, deep=deep)
+
+
+_DATE, _FLOAT = "tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:float"
+_Loader.add_implicit_resolver(_FLOAT, re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9]+)$"), list("-+0123456789"))
+_Loader.yaml_implicit_resolvers = {
+    start: [(tag, pattern) for tag, pattern in resolvers if tag != _DATE]
+    for start, resolvers in _Loader.yaml_implicit_resolvers.items()
+}
 
 
 @lru_cache(maxsize=256)

@@ -10,10 +10,8 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
-import math
 import os
 import resource
-import select
 import signal
 import socket
 import struct
@@ -44,6 +42,8 @@ KILL_S = 5.0
 """After it a process that was killed is left to the system."""
 LAST_MOMENT_S = 0.2
 """Within it a process that has closed its channel ends, and the last that it printed arrives."""
+LONGEST_WAIT_S = 10.0**6
+"""Of a reader that has nothing else to do. A socket without a timeout would let the other direction block as well."""
 LONGEST_MESSAGE = 64 * 2**20
 """Bytes; a longer message from a child is refused before it is read."""
 LOG_LIMIT = 4 * 2**20
@@ -80,52 +80,42 @@ def start(
 class Child:
     """One process with a channel, which `serve` runs at the other end.
 
-    It dies with the thread that started it, unless it `outlives_thread`: then it ends once its channel is closed. `send` and
-    `receive` may be called in two threads, and `kill` in any.
+    It dies with the thread that started it. `send` and `receive` may be called in two threads, and `kill` in any.
     """
 
-    def __init__(
-        self,
-        module: str,
-        setup: Any,
-        log: OutputLog,
-        *,
-        outlives_thread: bool = False,
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, module: str, setup: Any, log: OutputLog) -> None:
         """Start the process and send it its `setup`. Raises TypeError or ValueError for a setup that is no plain data."""
         body = encode(setup)
         self.log = log
         self._channel, child_socket = socket.socketpair()
+        self._sender = self._channel.dup()  # with a timeout of its own
         self._buffer = bytearray()
         self._killing = threading.Lock()
         # The same modules as here; an order of sets that is the same in every process, as rewards may depend on it.
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        variables = {"PYTHONHASHSEED": "0"} | os.environ | ONE_THREAD | {"PYTHONPATH": path} | dict(environment or {})
+        variables = {"PYTHONHASHSEED": "0"} | os.environ | ONE_THREAD | {"PYTHONPATH": path}
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115
         fds = child_socket.fileno(), self._stacks.fileno()
         with child_socket:
-            words = [str(fds[0]), "0" if outlives_thread else str(os.getpid()), str(fds[1])]
-            self._process = start(module, words, pass_fds=fds, environment=variables)
+            self._process = start(module, [str(fds[0]), str(os.getpid()), str(fds[1])], pass_fds=fds, environment=variables)
         self._oom_kills = oom_kills()
         self.pid, self.name = self._process.pid, f"{module.split('.')[1].removesuffix('s')} process"
         self._last_message = time.monotonic()
-        self._channel.setblocking(False)
         self._copying = threading.Thread(target=self._copy_output, daemon=True)
         self._copying.start()
         with contextlib.suppress(OSError):  # one that has ended already is reported by whoever waits for its start
             self.send(body, START_S)
         CHILDREN.add(self)
 
-    def wait_until_ready(self, timeout_s: float = START_S) -> str | None:
+    def wait_until_ready(self) -> str | None:
         """Return None once the process has started, or why it has not; then it is killed."""
         try:
-            answer = self.receive(timeout_s)
+            answer = self.receive(START_S)
             if answer == {"ready": True}:
                 return None
             reason = str(answer.get("failed", answer) if isinstance(answer, dict) else answer)
         except TimeoutError:
-            reason = f"it did not start within {timeout_s:g} s"
+            reason = f"it did not start within {START_S:g} s"
         except (OSError, EOFError, ValueError) as error:
             reason = self.how_it_ended(error)
         self.kill()
@@ -134,28 +124,22 @@ class Child:
     def send(self, body: bytes, timeout_s: float) -> None:
         """Send a message that `encode` has made. Raises OSError if the process is gone, TimeoutError if it takes nothing."""
         self._last_message = time.monotonic()
-        deadline = self._last_message + timeout_s
-        rest = memoryview(LENGTH.pack(len(body)) + body)
-        while rest:
-            self._wait_for(select.POLLOUT, deadline)
-            with contextlib.suppress(BlockingIOError):
-                rest = rest[self._channel.send(rest[: 2**20]) :]
+        self._sender.settimeout(timeout_s)
+        self._sender.sendall(LENGTH.pack(len(body)) + body)
 
-    def receive(self, timeout_s: float | None = None) -> Any:
+    def receive(self, timeout_s: float = LONGEST_WAIT_S) -> Any:
         """Return the next message; what has arrived of it is kept for the next call if the time is over
         before.
 
         Raises TimeoutError then, EOFError or another OSError if the process is gone, ValueError if it has
         written something else.
         """
-        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         while (size := self._size_of_message()) is None:
-            self._wait_for(select.POLLIN, deadline)
-            with contextlib.suppress(BlockingIOError):
-                data = self._channel.recv(2**20)
-                if not data:
-                    raise EOFError("it closed its channel")
-                self._buffer += data
+            self._channel.settimeout(max(0.001, deadline - time.monotonic()))
+            if not (data := self._channel.recv(2**20)):
+                raise EOFError("it closed its channel")
+            self._buffer += data
         body = self._buffer[LENGTH.size : size]
         del self._buffer[:size]
         self._last_message = time.monotonic()
@@ -217,8 +201,7 @@ class Child:
         return f"the process exited with code {code}"
 
     def with_last_output(self, reason: str) -> str:
-        last_output = self.log.last
-        return f"{reason}; its last output: {last_output}" if last_output else reason
+        return f"{reason}; its last output: {self.log.last}" if self.log.last else reason
 
     def _exit_code(self) -> int | None:
         """Return the exit code without reaping: as long as its pid is taken, its group can be killed."""
@@ -229,13 +212,6 @@ class Child:
         if ended is None:
             return None
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-
-    def _wait_for(self, event: int, deadline: float) -> None:
-        poller = select.poll()
-        poller.register(self._channel, event)
-        seconds_left = deadline - time.monotonic()
-        if not poller.poll(None if seconds_left == math.inf else max(0, math.ceil(1000 * seconds_left))):
-            raise TimeoutError("it does not answer")
 
     def _size_of_message(self) -> int | None:
         """Return the bytes of the first message with its length, None if it has not arrived as a whole."""
@@ -354,13 +330,16 @@ def serve(arguments: Sequence[str], begin: Callable[[Any, Parent], Callable[[Any
     """
     descriptor, parent_pid, stacks = map(int, arguments)
     remember_environment()
-    if parent_pid:
-        die_with(parent_pid)
+    die_with(parent_pid)
     adopt_orphans()
     channel = socket.socket(fileno=descriptor)
     parent = Parent(channel)
     setup = parent.receive()
-    _limit(setup.get("memory_limit"))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # an event loop takes three files
+    if (memory := setup.get("memory_limit")) is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
 
     def in_a_fork() -> None:
         channel.close()
@@ -377,11 +356,3 @@ def serve(arguments: Sequence[str], begin: Callable[[Any, Parent], Callable[[Any
     parent.send({"ready": True})
     while True:
         handle(parent.receive())
-
-
-def _limit(memory: int | None) -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # an event loop takes three files
-    if memory is not None:
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))

@@ -14,6 +14,7 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -64,12 +65,8 @@ def outlive_stop_signals() -> None:
 def _nothing(number: int, frame: object) -> None: ...
 
 
-def _block() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-
-
-def _unblock() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+_block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, STOP_SIGNALS)
+_unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def _answer_as_usual() -> None:

@@ -27,7 +27,7 @@ from grpo_rl.rollout.senders import make_sender
 from grpo_rl.rollout.weights import WeightBucket
 from grpo_rl.types import Batch, Counts
 from grpo_rl.workers.router_watch import RouterWatch
-from grpo_rl.workers.sharded_policy import Teaches, as_block, build_policy, language_model, sequences_of
+from grpo_rl.workers.sharded_policy import Teaches, as_block, build_policy, language_model, sequences_of, values_if
 from grpo_rl.workers.specs import ActorSpec, OptimizerStep, Rank, Rows, Update
 from grpo_rl.workers.trained_rank import TrainedRank, combined
 
@@ -63,26 +63,25 @@ class ActorWorker(Teaches, TrainedRank[ActorSpec, PolicyModel]):
             self.routers.keep_choices(shard, micro_batches)
         return as_block({"logprobs_T": logprobs_T})
 
-    def reference_logprobs(self, shard: Batch, micro_batches: Sequence[Rows], want_hidden: bool) -> tuple[bool, dict[str, Any]]:
+    def reference_logprobs(self, *arguments: Any) -> tuple[bool, dict[str, Any]]:
         """By the base model under the adapters."""
         with lora.adapters_off(self.model):
-            return self.teacher_logprobs(shard, micro_batches, want_hidden)
+            return self.teacher_logprobs(*arguments)
 
-    def teacher_logprobs(
-        self, shard: Batch, micro_batches: Sequence[Rows], want_hidden: bool, top: tuple[int, int] | None = None
-    ) -> tuple[bool, dict[str, Any]]:
+    def teacher_logprobs(self, *arguments: Any) -> tuple[bool, dict[str, Any]]:
+        """By the policy as it is; arguments as those of `taught`."""
         self.memory.load_weights()
-        columns = self._taught(shard, micro_batches, want_hidden, top)
+        columns = self._taught(*arguments)
         self.memory.release()
         return as_block(columns)
 
-    def average_logprobs(self, shard: Batch, *arguments: Any) -> tuple[bool, dict[str, Any]]:
+    def average_logprobs(self, *arguments: Any) -> tuple[bool, dict[str, Any]]:
         """By the moving average of the policy's weights."""
         self.files.wait_for_copy()  # of a checkpoint, which is to have the weights themselves
         self.memory.load_all()
         fsdp.reshard(self.model)
         with averaged(self.optimizer):
-            columns = self._taught(shard, *arguments)
+            columns = self._taught(*arguments)
             fsdp.reshard(self.model)
         self.memory.release()
         return as_block(columns)
@@ -133,7 +132,7 @@ class ActorWorker(Teaches, TrainedRank[ActorSpec, PolicyModel]):
             loss, stats = loss + balance, stats | router_stats
         # The first pass with these weights has the sampling policy's log-probs: it measures the engine's distance.
         uses_own_logprobs = batch.old_logprobs_T is None or self.spec.old_from_engine
-        trainer_logprobs_T = outputs.logprobs_T.detach() if uses_own_logprobs else _here(batch.old_logprobs_T)
+        trainer_logprobs_T = outputs.logprobs_T.detach() if uses_own_logprobs else values_if(batch.old_logprobs_T)
         assert trainer_logprobs_T is not None
         # Computed on the CPU when the step ends: nothing waits for these log-probs until then.
         shares = uses_own_logprobs or self.spec.measures_engine
@@ -226,7 +225,7 @@ class ActorWorker(Teaches, TrainedRank[ActorSpec, PolicyModel]):
 
 def _mismatch(trainer_logprobs_T: Tensor, batch: Batch, counts: Counts, *, shares: bool) -> dict[str, Tensor]:
     """Return how far the engine's log-probs are from the trainer's; with `shares`, in all its measures."""
-    rollout_T = _here(batch.rollout_logprobs_T)
+    rollout_T = values_if(batch.rollout_logprobs_T)
     if rollout_T is None or not len(rollout_T):
         return {}
     trainer_logprobs_T = trainer_logprobs_T.cpu()
@@ -241,10 +240,6 @@ def _mismatch(trainer_logprobs_T: Tensor, batch: Batch, counts: Counts, *, share
         mismatch_values = mismatch_shares(trainer_logprobs_T, rollout_T, Segments(batch.trained_lengths_N), counts)
         stats |= {f"share/rollout_corr/{name}": torch.tensor(value) for name, value in mismatch_values.items()}
     return stats
-
-
-def _here(column: Column | None) -> Tensor | None:
-    return None if column is None else values(column)
 
 
 def _to(column: Column | None, device: torch.device) -> Tensor | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -12,6 +15,7 @@ from grpo_rl.models import fsdp
 from grpo_rl.models.forward import PackedModel
 
 
+@dataclass(eq=False)
 class DeviceMemory:
     """Moves a model and its optimizer between the device and host memory.
 
@@ -20,20 +24,15 @@ class DeviceMemory:
     device.
     """
 
-    def __init__(
-        self,
-        model: PackedModel,
-        device: torch.device,
-        optimizer: torch.optim.Optimizer | None = None,
-        *,
-        param_offload: bool,
-        optimizer_offload: bool = False,
-        in_host_memory: bool = False,
-    ) -> None:
-        self.model, self.device, self.optimizer = model, device, optimizer
-        self.param_offload, self.optimizer_offload = param_offload, optimizer_offload
-        self.in_host_memory = in_host_memory
-        self.gives_back = device.type == "cuda"
+    model: PackedModel
+    device: torch.device
+    optimizer: torch.optim.Optimizer | None = None
+    param_offload: bool = False
+    optimizer_offload: bool = False
+    in_host_memory: bool = False
+
+    def __post_init__(self) -> None:
+        self.gives_back = self.device.type == "cuda"
         self._host = HostMemory()
         self._away = False
         """True between `vacate` and `occupy`."""
@@ -106,6 +105,20 @@ class DeviceMemory:
             # Memory that another process had mapped is kept until this process asks whether it still does.
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
+
+
+class OnDevice:
+    """A rank whose models leave the device while an engine starts there, and come back."""
+
+    memories: Sequence[DeviceMemory]
+
+    def vacate(self) -> None:
+        for memory in self.memories:
+            memory.vacate()
+
+    def occupy(self) -> None:
+        for memory in self.memories:
+            memory.occupy()
 
 
 def in_host_memory(tensor: Tensor, host: HostMemory, key: object) -> Tensor:

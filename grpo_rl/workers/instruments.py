@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class PhaseMeasure:
 
     seconds: float = 0.0
     flops: float = 0.0
-    memory: dict[str, int] | None = None
+    memory: dict[str, int] = field(default_factory=dict)
 
 
 class Instruments:
@@ -85,8 +85,7 @@ class Instruments:
                 work = getattr(worker, "work", None)
                 measure.flops += 0.0 if work is None else work.take()
                 if is_only_call:
-                    earlier_peaks = measure.memory or {}
-                    measure.memory = {kind: max(size, earlier_peaks.get(kind, 0)) for kind, size in _peak().items()}
+                    measure.memory = {kind: max(size, measure.memory.get(kind, 0)) for kind, size in _peak().items()}
 
     @contextlib.contextmanager
     def _traced(self, method: str) -> Iterator[None]:
@@ -96,7 +95,7 @@ class Instruments:
         from torch.profiler import ProfilerActivity, profile, record_function
 
         number = self._num_traces[method] = self._num_traces.get(method, 0) + 1
-        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if _on_gpu() else [])
+        activities = [ProfilerActivity.CPU] + ([] if _cuda() is None else [ProfilerActivity.CUDA])
         with profile(activities=activities, profile_memory=True) as profiler, record_function(f"{self.name}.{method}"):
             yield
         folder.mkdir(parents=True, exist_ok=True)
@@ -104,24 +103,19 @@ class Instruments:
 
 
 def device_name() -> str | None:
-    return str(_cuda().get_device_name()) if _on_gpu() else None
+    cuda = _cuda()
+    return None if cuda is None else str(cuda.get_device_name())
 
 
 def _cuda() -> Any:
-    import torch
-
-    return torch.cuda
-
-
-def _on_gpu() -> bool:
-    """A look must not make the process use a GPU."""
+    """Return `torch.cuda` of a process that uses a GPU, else None: a look must not make it use one."""
     torch = sys.modules.get("torch")
-    return torch is not None and torch.cuda.is_initialized()
+    return torch.cuda if torch is not None and torch.cuda.is_initialized() else None
 
 
 def _reset_peak() -> None:
-    if _on_gpu():
-        _cuda().reset_peak_memory_stats()
+    if (cuda := _cuda()) is not None:
+        cuda.reset_peak_memory_stats()
         return
     # Linux forgets the highest resident size so far (proc(5), clear_refs); if that is not allowed it is the whole run's.
     with contextlib.suppress(OSError):
@@ -130,8 +124,7 @@ def _reset_peak() -> None:
 
 def _peak() -> dict[str, int]:
     """Return the highest memory since the last reset, in bytes: torch's, or the resident size."""
-    if _on_gpu():
-        cuda = _cuda()
+    if (cuda := _cuda()) is not None:
         return {"allocated": int(cuda.max_memory_allocated()), "reserved": int(cuda.max_memory_reserved())}
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/self/status").read_text().splitlines()

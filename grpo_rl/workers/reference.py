@@ -11,13 +11,13 @@ from grpo_rl.checkpoint.rank_files import RankFiles, put_weights
 from grpo_rl.faults import fault_point
 from grpo_rl.models import fsdp
 from grpo_rl.types import Batch
-from grpo_rl.workers.device_memory import DeviceMemory
+from grpo_rl.workers.device_memory import DeviceMemory, OnDevice
 from grpo_rl.workers.model_work import ModelWork
 from grpo_rl.workers.sharded_policy import Saves, Teaches, as_block, build_policy, join_set
 from grpo_rl.workers.specs import PolicySpec, Rank, Rows
 
 
-class ReferenceWorker(Teaches, Saves):
+class ReferenceWorker(Teaches, Saves, OnDevice):
     def __init__(self, specs: Sequence[PolicySpec], rank: Rank, *, offload: bool) -> None:
         self.device = join_set(rank, in_host_memory=specs[0].in_host_memory)
         self.share_prompts = specs[0].share_prompts
@@ -45,14 +45,6 @@ class ReferenceWorker(Teaches, Saves):
         columns = self.taught(self.policies[model], shard, micro_batches, want_hidden, top)
         self.memories[model].release()
         return as_block(columns)
-
-    def vacate(self) -> None:
-        for memory in self.memories:
-            memory.vacate()
-
-    def occupy(self) -> None:
-        for memory in self.memories:
-            memory.occupy()
 
     def update(self, weights: dict[str, Tensor]) -> None:
         """Take over the weights of an actor's rank in the same place of a set of the same size."""

@@ -21,31 +21,30 @@ from grpo_rl.types import Batch
 from grpo_rl.workers.device_memory import DeviceMemory
 from grpo_rl.workers.model_work import ModelWork
 from grpo_rl.workers.sharded_policy import as_block, build_sharded, join_set
-from grpo_rl.workers.specs import OptimizerStep, PolicySpec, Rank, RewardModelSpec, Rows, ScoreBatch, TrainedRewardModelSpec
-from grpo_rl.workers.trained_rank import TrainedRank
-
-_DUMMY = ScoreBatch(torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.long), torch.tensor([0]))
-"""A rank without work runs the layers all the same, so that every rank enters every collective."""
+from grpo_rl.workers.specs import OptimizerStep, PolicySpec, Rank, RewardModelSpec, Rows, TrainedRewardModelSpec
+from grpo_rl.workers.trained_rank import PerToken, TrainedRank
 
 
-class Scores:
-    model: ScoreModel
-    memory: DeviceMemory
+class Scores(PerToken):
+    """The trained tokens of its batches are those at which a score stands, which has read that token too."""
+
     device: torch.device
+    share_prompts = False
 
-    @torch.no_grad()
-    def scores(self, micro_batches: Sequence[ScoreBatch | None]) -> list[Tensor | None]:
-        """Return each micro-batch's float32 scores at its positions; None for an empty one."""
-        trained = self.model.training
-        self.memory.load_weights()
-        self.model.eval()
-        columns = []
-        for batch in micro_batches:
-            scores_P = self.model(_sequences(batch or _DUMMY, self.device)).to("cpu")
-            columns.append(None if batch is None else scores_P)
-        self.model.train(trained)
-        self.memory.release()
-        return columns
+    def scores(self, shard: Batch, micro_batches: Sequence[Rows]) -> tuple[bool, dict[str, Any]]:
+        return as_block({"scores_T": self.per_token(shard, micro_batches)})
+
+    position_scores = scores
+
+    def measure(self, batch: Batch | None) -> Tensor:
+        if batch is None:  # a rank without work runs the layers all the same, so that every rank enters every collective
+            zero = torch.zeros(1, dtype=torch.long)
+            at_T: Tensor = self.model(Sequences.scored(zero, zero + 1, zero, self.device))[:0]
+            return at_T
+        ids_S, lengths_N = values(batch.token_ids_S), batch.sequence_lengths_N
+        group_N = batch.group_N if self.share_prompts else None
+        scores_T: Tensor = self.model(Sequences.scored(ids_S, lengths_N, batch.positions(), self.device, group_N))
+        return scores_T
 
 
 class RewardModelWorker(Scores):
@@ -54,35 +53,16 @@ class RewardModelWorker(Scores):
         self.model = _build(spec, rank, self.device)
         self.work = ModelWork(self.model)
         self.memory = DeviceMemory(self.model, self.device, param_offload=spec.param_offload)
+        self.memories = [self.memory]
         self.memory.release()
-
-    def vacate(self) -> None:
-        self.memory.vacate()
-
-    def occupy(self) -> None:
-        self.memory.occupy()
 
 
 class TrainedRewardModelWorker(Scores, TrainedRank[TrainedRewardModelSpec, ScoreModel]):
-    """The trained tokens of its batches are those at which a score stands, which has read that token too."""
-
     role = "reward_model"
 
     def build(self) -> ScoreModel:
+        self.share_prompts = self.spec.share_prompts
         return _build(self.spec.scorer, self.rank, self.device, checkpointing=self.spec.train.enable_gradient_checkpointing)
-
-    def position_scores(self, shard: Batch, micro_batches: Sequence[Rows]) -> tuple[bool, dict[str, Any]]:
-        return as_block({"scores_T": self.per_token(shard, micro_batches)})
-
-    def measure(self, batch: Batch | None) -> Tensor:
-        if batch is None:
-            at_T: Tensor = self.model(_sequences(_DUMMY, self.device))[:0]
-            return at_T
-        ids_S, lengths_N = values(batch.token_ids_S), batch.sequence_lengths_N
-        group_N = batch.group_N if self.spec.share_prompts else None
-        sequences = Sequences.scored(ids_S, lengths_N, batch.positions(), self.device, group_N)
-        scores_T: Tensor = self.model(sequences)
-        return scores_T
 
     def loss(self, batch: Batch | None, step: OptimizerStep) -> tuple[Tensor, dict[str, Tensor]]:
         scores_T = self.measure(batch)
@@ -93,29 +73,21 @@ class TrainedRewardModelWorker(Scores, TrainedRank[TrainedRewardModelSpec, Score
             loss_K, stats = step_classification(scores_T, batch.labels_T.to(self.device))
             total = step.counts.num_tokens
         else:
-            loss_K, stats = self._pair_loss(scores_T, batch)
+            assert batch.chosen_N is not None
+            pairs = Pairs.of(batch.group_N, values(batch.chosen_N))
+            chosen_P, rejected_P = (scores_T[index_P.to(self.device)] for index_P in (pairs.chosen_P, pairs.rejected_P))
+            margin_P = None if batch.margins_N is None else batch.margins_N[pairs.chosen_P].to(self.device)
+            center_coef = self.spec.train.center_coef
+            loss_K, stats = bradley_terry(chosen_P, rejected_P, margin_P=margin_P, center_coef=center_coef)
             total = step.counts.num_groups
         loss = loss_K.sum() / total
         return loss, {"share/loss": loss.detach()} | {f"share/{name}": value_K.sum() / total for name, value_K in stats.items()}
-
-    def _pair_loss(self, scores_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        assert batch.chosen_N is not None
-        pairs = Pairs.of(batch.group_N, values(batch.chosen_N))
-        chosen_P, rejected_P = pairs.chosen_P.to(self.device), pairs.rejected_P.to(self.device)
-        margins_N = batch.margins_N
-        margin_P = None if margins_N is None else margins_N[pairs.chosen_P].to(self.device)
-        center_coef = self.spec.train.center_coef
-        return bradley_terry(scores_T[chosen_P], scores_T[rejected_P], margin_P=margin_P, center_coef=center_coef)
 
     def export(self, folder: str) -> None:
         """Write a Hugging Face folder with a head of one label and no tokenizer. A collective."""
         with refusals(Path(folder), self.export_bytes()):
             fsdp.save_model(self.model, Path(folder), self.device, writes=self.rank.rank == 0)
         self.memory.free_cache()
-
-
-def _sequences(batch: ScoreBatch, device: torch.device) -> Sequences:
-    return Sequences.scored(batch.token_ids_S, batch.lengths_N, batch.positions_P, device)
 
 
 def _build(spec: RewardModelSpec, rank: Rank, device: torch.device, *, checkpointing: bool | None = None) -> ScoreModel:

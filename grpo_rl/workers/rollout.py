@@ -25,7 +25,7 @@ from grpo_rl.rollout.engine import EngineSpec, NcclRendezvous, RolloutEngine, Wa
 from grpo_rl.rollout.engines import ENGINES
 from grpo_rl.rollout.reports import Report, pack
 from grpo_rl.rollout.weights import WeightBucket
-from grpo_rl.types import Completion, Metrics, Request
+from grpo_rl.types import Completion, Request
 
 if TYPE_CHECKING:
     from grpo_rl.rollout.adapter_merge import AdapterMerge
@@ -34,6 +34,7 @@ T = TypeVar("T")
 _Command = tuple[str, Callable[[RolloutEngine], Any], "Future[Any]"]
 
 _IDLE_WAIT_S = 1.0
+MIN_BATCH_S = 0.005
 
 
 class RolloutWorker:
@@ -70,8 +71,6 @@ class RolloutWorker:
             from grpo_rl.rollout.adapter_merge import AdapterMerge
 
             self._merge = AdapterMerge(spec)
-        self._num_tokens = self._num_responses = self._num_steps = 0
-        self._busy_s = 0.0
         self._at: tuple[str, float] | None = None
         self._longest: dict[str, float] = {}
         started: Future[None] = Future()
@@ -90,12 +89,10 @@ class RolloutWorker:
         else:
             engine.submit(requests)
 
-    def poll(
-        self, timeout_s: float, min_batch_s: float = 0.005, longest_batch_s: float = 0.0, enough: int = 1
-    ) -> list[Completion]:
+    def poll(self, timeout_s: float, longest_batch_s: float = 0.0, enough: int = 1) -> list[Completion]:
         """Return what ended since the last poll, as soon as there is something, or nothing after `timeout_s`.
 
-        It waits `min_batch_s` more after the first, and up to `longest_batch_s` for `enough`.
+        It waits `MIN_BATCH_S` more after the first, and up to `longest_batch_s` for `enough`.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -106,7 +103,7 @@ class RolloutWorker:
                     return []
                 self._changed.wait(seconds_left)
         began = time.monotonic()
-        time.sleep(min(min_batch_s, max(0.0, deadline - began)))
+        time.sleep(min(MIN_BATCH_S, max(0.0, deadline - began)))
         deadline = min(deadline, began + longest_batch_s)
         with self._changed:
             while 0 < len(self._ended) < enough and self._has_more and (seconds_left := deadline - time.monotonic()) > 0:
@@ -121,9 +118,6 @@ class RolloutWorker:
         if further:
             self.submit(further)
         return pack(self.poll(timeout_s, longest_batch_s=longest_batch_s, enough=enough))
-
-    def abort_all(self) -> None:
-        self._call("abort_all", self._abort)
 
     def connect(self, rendezvous: NcclRendezvous) -> None:
         self._call("connect", lambda engine: engine.connect(rendezvous))
@@ -171,16 +165,6 @@ class RolloutWorker:
 
     def wake_up(self, what: Wakeable = "all") -> None:
         self._call("wake_up", lambda engine: engine.wake_up(what))
-
-    def stats(self) -> Metrics:
-        """Return responses, tokens, engine steps, and seconds of sampling since the start."""
-        with self._changed:
-            return {
-                "num_responses": float(self._num_responses),
-                "num_tokens": float(self._num_tokens),
-                "num_steps": float(self._num_steps),
-                "busy_s": self._busy_s,
-            }
 
     def activity(self) -> tuple[str, float, float | None] | None:
         """What the engine's thread does, for how many seconds, the longest so far (None if it compiles)."""
@@ -241,7 +225,7 @@ class RolloutWorker:
         try:
             while True:
                 idle = self._updating or engine.num_unfinished == 0
-                command = self._commands.get(block=idle, timeout=_IDLE_WAIT_S if idle else None)
+                command = self._commands.get(idle, _IDLE_WAIT_S)
                 if command is None:
                     return False
                 what, function, answer = command
@@ -265,27 +249,14 @@ class RolloutWorker:
 
     def _step(self, engine: RolloutEngine) -> None:
         fault_point("rollout.step")
-        began = time.perf_counter()
         ended = engine.step()
-        seconds = time.perf_counter() - began
         with self._changed:
-            self._busy_s += seconds
-            self._num_steps += 1
             self._has_more = engine.num_unfinished > 0
             if ended:
-                self._num_responses += len(ended)
-                self._num_tokens += sum(len(completion.response_ids) for completion in ended)
                 self._ended.extend(ended)
                 self._changed.notify_all()
         if not engine.num_unfinished:
             freed_memory.give_back()
-
-    def _abort(self, engine: RolloutEngine) -> None:
-        engine.abort_all()
-        self._late = []
-        with self._changed:
-            self._ended, self._has_more = [], False
-            self._changed.notify_all()
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:

@@ -13,6 +13,7 @@ from grpo_rl.columns import values
 from grpo_rl.models.experts import Routing, balance_loss, choice_dtype, nothing_given, router_metrics
 from grpo_rl.models.packing import Sequences
 from grpo_rl.types import Batch, Counts, segment_index
+from grpo_rl.workers.sharded_policy import rows_of
 from grpo_rl.workers.specs import ActorSpec, OptimizerStep, Rows
 
 
@@ -66,11 +67,14 @@ class RouterWatch:
             return
         counts_LE = self._counted
         for rows in (*step.micro_batches, *step.zero_advantage):
-            micro_batch = batch.select(list(rows)) if rows else None
+            micro_batch = rows_of(batch, rows)
             if micro_batch is not None and micro_batch.experts_S is not None:
                 counts_LE += self._replayed_counts(micro_batch)
             elif not self.replays:
-                counts_LE += self._counting_pass(micro_batch, model)
+                with torch.no_grad():
+                    model(self._sequences(micro_batch))
+                assert self.routing.last is not None
+                counts_LE += self.routing.last.counts_LE
         self._balance = _sum_over_ranks(counts_LE.clone())
         counts_LE.zero_()
 
@@ -81,12 +85,6 @@ class RouterWatch:
         numbered = read_TLK + torch.arange(self.routing.num_layers)[:, None] * self.routing.num_experts
         flat = torch.bincount(numbered.flatten(), minlength=self.routing.num_layers * self.routing.num_experts)
         return flat.view(self.routing.num_layers, self.routing.num_experts).double().to(self._device)
-
-    @torch.no_grad()
-    def _counting_pass(self, batch: Batch | None, model: Any) -> Tensor:
-        model(self._sequences(batch))
-        assert self.routing.last is not None
-        return self.routing.last.counts_LE
 
     def loss(self, counts: Counts) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the auxiliary loss's weighted share of the last pass, and its statistics."""

@@ -20,12 +20,11 @@ from torch import Tensor
 from grpo_rl.algos.losses.distillation import NEVER
 from grpo_rl.checkpoint.files import Files
 from grpo_rl.checkpoint.rank_files import RankFiles
-from grpo_rl.columns import values
+from grpo_rl.columns import Column, values
 from grpo_rl.config.derived import lm_head_chunk
 from grpo_rl.gpu_allocator import use_expandable_segments
 from grpo_rl.models import attention, fsdp, load, lora
 from grpo_rl.models.forward import PackedModel, PolicyModel
-from grpo_rl.models.linear import Precision
 from grpo_rl.models.packing import Sequences
 from grpo_rl.models.sequence_parallel import SequenceGroup
 from grpo_rl.models.sharded_load import WeightFiles
@@ -85,13 +84,13 @@ def _store(rank: Rank, timeout: datetime.timedelta) -> dist.TCPStore:
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.bfloat16 if name == "bfloat16" else torch.float32
+    return torch.bfloat16 if name == "bfloat16" or (name == "auto" and device.type == "cuda") else torch.float32
 
 
 def build_policy(spec: PolicySpec, rank: Rank, device: torch.device) -> PolicyModel:
-    precision = head_precision(spec.model.lm_head_precision, device.type)
+    precision: Any = spec.model.lm_head_precision
+    if precision == "auto":
+        precision = "tf32" if device.type == "cuda" else "float32"
     adapts = spec.train and spec.model.lora_rank > 0
 
     def wrap(lm: Any) -> PolicyModel:
@@ -109,13 +108,6 @@ def build_policy(spec: PolicySpec, rank: Rank, device: torch.device) -> PolicyMo
     return policy
 
 
-def head_precision(name: str, device_type: str) -> Precision:
-    if name == "auto":
-        return "tf32" if device_type == "cuda" else "float32"
-    assert name in ("float32", "tf32", "bfloat16")
-    return name  # type: ignore[return-value]
-
-
 def build_sharded(
     spec: PolicySpec,
     rank: Rank,
@@ -124,7 +116,7 @@ def build_sharded(
     read: Callable[[bool], Any] | None = None,
     new: Sequence[str] = (),
 ) -> M:
-    """`read` gives another model, on meta or not, of whose weights those in `new` may be missing."""
+    """`read` gives another model, on meta or not, of whose weights those in `new` may be missing, and are 0 then."""
     model, is_single_rank = spec.model, rank.world_size == 1
     attention.choose_kernel(model.flash_attention)
     read = read or functools.partial(language_model, spec)
@@ -152,8 +144,17 @@ def build_sharded(
         forward_prefetch=spec.forward_prefetch,
     )
     policy.sequence_group = SequenceGroup.join(spec.sequence_ranks, rank.timeout_s)
-    if not is_single_rank:
-        fill(policy, lm, spec, rank, device, lambda: wrap(read(False)), [*new, *adapters])
+    if is_single_rank:
+        return policy
+    # The folder's weights. No collective is entered meanwhile.
+    files = WeightFiles.find(model.path)
+    if files is not None and files.fits(lm, [*new, *adapters]):
+        fsdp.materialize_from(policy, device, lambda: files.read_into(lm), in_host_memory=spec.in_host_memory)
+        wait_for_all(rank)
+        return policy
+    whole = wrap(read(False)) if rank.rank == 0 else None  # transformers has to rearrange them
+    wait_for_all(rank)
+    fsdp.materialize(policy, whole, device, in_host_memory=spec.in_host_memory)
     return policy
 
 
@@ -167,29 +168,6 @@ def _keep_as_stored(lm: Any, path: str, adapters: Sequence[str]) -> None:
         for parameter in layer.parameters():
             if id(parameter) in stored:
                 parameter.data = parameter.data.to(torch.bfloat16)
-
-
-def fill(
-    policy: PackedModel,
-    lm: Any,
-    spec: PolicySpec,
-    rank: Rank,
-    device: torch.device,
-    whole: Callable[[], PackedModel],
-    new: Sequence[str],
-) -> None:
-    """Fill a policy with its folder's weights; those in `new` may be missing, and are 0 then.
-
-    If transformers has to rearrange them, rank 0 reads `whole`. No collective is entered meanwhile.
-    """
-    files = WeightFiles.find(spec.model.path)
-    if files is not None and files.fits(lm, new):
-        fsdp.materialize_from(policy, device, lambda: files.read_into(lm), in_host_memory=spec.in_host_memory)
-        wait_for_all(rank)
-        return
-    read = whole() if rank.rank == 0 else None
-    wait_for_all(rank)
-    fsdp.materialize(policy, read, device, in_host_memory=spec.in_host_memory)
 
 
 def wait_for_all(rank: Rank) -> None:
@@ -209,6 +187,14 @@ def language_model(spec: PolicySpec, on_meta: bool = False) -> Any:
     return load.load_lm(model.path, config, trust_remote_code=model.trust_remote_code, on_meta=on_meta, key=key)
 
 
+def values_if(column: Column | None) -> Tensor | None:
+    return None if column is None else values(column)
+
+
+def rows_of(shard: Batch, rows: Rows) -> Batch | None:
+    return shard.select(list(rows)) if rows else None
+
+
 def sequences_of(batch: Batch | None, device: torch.device, *, share_prompts: bool) -> Sequences:
     """None gives two untrained tokens: a rank without work enters FSDP's collectives all the same."""
     if batch is None:
@@ -221,8 +207,8 @@ def sequences_of(batch: Batch | None, device: torch.device, *, share_prompts: bo
         batch.positions(),
         batch.trained_lengths_N,
         device,
-        None if batch.support_counts_T is None else values(batch.support_counts_T),
-        None if batch.support_ids_M is None else values(batch.support_ids_M),
+        values_if(batch.support_counts_T),
+        values_if(batch.support_ids_M),
         batch.group_N if share_prompts else None,
         batch.experts_S,
     )
@@ -245,7 +231,7 @@ class Teaches:
         """On the CPU. `top`: the so many likeliest tokens, of the first so many ids."""
         pieces: dict[str, list[Tensor]] = defaultdict(list)
         for rows in micro_batches:
-            batch = shard.select(list(rows)) if rows else None
+            batch = rows_of(shard, rows)
             output = policy(
                 sequences_of(batch, self.device, share_prompts=self.share_prompts), want_hidden=want_hidden, top=top
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -171,6 +172,7 @@ class TrainedRewardModelSpec:
     total_optimizer_steps: int
     seed: int
     share_prompts: bool = True
+    in_host_memory: ClassVar[bool] = False
 
     @property
     def optim(self) -> OptimConfig:
@@ -183,16 +185,3 @@ class TrainedRewardModelSpec:
     @property
     def optimizer_offload(self) -> bool:
         return self.train.optimizer_offload
-
-    @property
-    def in_host_memory(self) -> bool:
-        return False
-
-
-@frozen
-class ScoreBatch:
-    """Sequences back to back, and the flat positions of the tokens whose scores are wanted."""
-
-    token_ids_S: Tensor
-    lengths_N: Tensor
-    positions_P: Tensor

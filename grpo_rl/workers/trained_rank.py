@@ -18,16 +18,36 @@ from grpo_rl.models import fsdp
 from grpo_rl.models.forward import PackedModel
 from grpo_rl.models.optim import make_optimizer, make_scheduler
 from grpo_rl.types import Batch, Counts
-from grpo_rl.workers.device_memory import DeviceMemory
+from grpo_rl.workers.device_memory import DeviceMemory, OnDevice
 from grpo_rl.workers.model_work import ModelWork
-from grpo_rl.workers.sharded_policy import Saves, join_set
+from grpo_rl.workers.sharded_policy import Saves, join_set, rows_of
 from grpo_rl.workers.specs import ActorSpec, CriticSpec, OptimizerStep, Rank, Rows, TrainedRewardModelSpec, Update
 
 S = TypeVar("S", bound="ActorSpec | CriticSpec | TrainedRewardModelSpec")
 M = TypeVar("M", bound=PackedModel)
 
 
-class TrainedRank(Saves, ABC, Generic[S, M]):
+class PerToken(OnDevice):
+    model: PackedModel
+    memory: DeviceMemory
+
+    @torch.no_grad()
+    def per_token(self, shard: Batch, micro_batches: Sequence[Rows]) -> Tensor:
+        """Return `measure` of each trained token of the micro-batches, on the CPU."""
+        trained = self.model.training
+        self.memory.load_weights()
+        self.model.eval()
+        columns = [self.measure(rows_of(shard, rows)).cpu() for rows in micro_batches]
+        self.model.train(trained)
+        self.memory.release()
+        return torch.cat(columns)
+
+    def measure(self, batch: Batch | None) -> Tensor:
+        """Return one number for each trained token of a micro-batch; none for None."""
+        raise NotImplementedError
+
+
+class TrainedRank(PerToken, Saves, ABC, Generic[S, M]):
     """One FSDP2 rank with a model, its optimizer and its schedule."""
 
     role: ClassVar[str]
@@ -43,9 +63,9 @@ class TrainedRank(Saves, ABC, Generic[S, M]):
         self.optimizer = make_optimizer(self.model, spec.optim)
         self.scheduler = make_scheduler(self.optimizer, spec.optim, spec.total_optimizer_steps)
         self.files = RankFiles(self.model, self.optimizer, self.scheduler, rank.rank, rank.patience_s)
-        offload = {"param_offload": spec.param_offload, "optimizer_offload": spec.optimizer_offload}
-        offload["in_host_memory"] = spec.in_host_memory
-        self.memory = DeviceMemory(self.model, self.device, self.optimizer, **offload)
+        offload = spec.param_offload, spec.optimizer_offload, spec.in_host_memory
+        self.memory = DeviceMemory(self.model, self.device, self.optimizer, *offload)
+        self.memories = [self.memory]
         self.memory.release()
         # They stay on the device until the step is taken: to read one is to wait for all that the device was given.
         self._losses: list[Tensor] = []
@@ -81,8 +101,7 @@ class TrainedRank(Saves, ABC, Generic[S, M]):
             self._losses.clear()  # of a step that an error ended
             self._add_gradient(batch, step)
             results.append(self._optimizer_step(step.counts))
-        self.optimizer.zero_grad(set_to_none=True)
-        self.memory.release()
+        self._end_update()
         return results
 
     def forward_backward(self, shard: Batch, update: Update) -> None:
@@ -94,39 +113,43 @@ class TrainedRank(Saves, ABC, Generic[S, M]):
     def optim_step(self, counts: Counts) -> list[dict[str, float]]:
         """Take the optimizer step of all parts, whose counts are `counts`."""
         self.memory.load_all()
-        results = [self._optimizer_step(counts)]
+        stats = self._optimizer_step(counts)
+        self._end_update()
+        return [stats]
+
+    def _end_update(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         self.memory.release()
-        return results
 
     def _add_gradient(self, batch: Batch, step: OptimizerStep) -> None:
         """Make the passes of a step, or of a part of one."""
-        losses, passes = self._losses, self._stats
-        if not losses:
+        if not self._losses:
             self._passes("start")
             self.optimizer.zero_grad(set_to_none=True)
-            passes.clear()
+            self._stats.clear()
             self.begin_step(batch, step)
         batch = batch if step.selected_T is None else batch.replace(selected_T=step.selected_T)
         # These passes come first: the last one of the step is the one that reduces gradients.
         for rows in step.zero_advantage:
             with torch.no_grad():
-                loss, micro_stats = self.loss(batch.select(list(rows)) if rows else None, step)
-            losses.append(loss)
-            passes.append(micro_stats)
+                self._losses.append(self._pass(batch, rows, step))
         for number, rows in enumerate(step.micro_batches):
             last = number == len(step.micro_batches) - 1
             # On CPU whole gradients stay local until the last micro-batch; a GPU lacks the memory for them.
             assert isinstance(self.model, FSDPModule)
             self.model.set_requires_gradient_sync(last or self.device.type == "cuda")
             self._passes("forward", micro_batch=number, rollouts=len(rows))
-            loss, micro_stats = self.loss(batch.select(list(rows)) if rows else None, step)
+            loss = self._pass(batch, rows, step)
             if self._passes("loss", micro_batch=number) == "nan":
                 loss = loss * math.nan
             loss.backward()
-            losses.append(loss.detach())
-            passes.append(micro_stats)
+            self._losses.append(loss.detach())
             self._passes("mid_backward", micro_batch=number)
+
+    def _pass(self, batch: Batch, rows: Rows, step: OptimizerStep) -> Tensor:
+        loss, stats = self.loss(rows_of(batch, rows), step)
+        self._stats.append(stats)
+        return loss
 
     def _optimizer_step(self, counts: Counts) -> dict[str, float]:
         total_loss = sum(numbers(self._losses), 0.0)
@@ -141,25 +164,14 @@ class TrainedRank(Saves, ABC, Generic[S, M]):
         stats |= step_optimizer(self.optimizer, self.scheduler, counts, total_loss, grad_norm)
         self._passes("after_optimizer")
         if self.device.type == "cuda":
-            stats["max/gpu_memory_share"] = _gpu_memory_share(self.device)
+            # At this process's peak, other processes included, without what the allocator keeps unused.
+            free, total = torch.cuda.mem_get_info(self.device)
+            other_bytes = total - free - torch.cuda.memory_reserved(self.device)
+            stats["max/gpu_memory_share"] = float((other_bytes + torch.cuda.max_memory_allocated(self.device)) / total)
         return stats
 
     def _passes(self, point: str, **facts: int) -> str | None:
         return fault_point(f"{self.role}.update.{point}", rank=self.rank.rank, **facts)
-
-    @torch.no_grad()
-    def per_token(self, shard: Batch, micro_batches: Sequence[Rows]) -> Tensor:
-        """Return `measure` of each trained token of the micro-batches, on the CPU."""
-        self.memory.load_weights()
-        self.model.eval()
-        columns = [self.measure(shard.select(list(rows)) if rows else None).cpu() for rows in micro_batches]
-        self.model.train()
-        self.memory.release()
-        return torch.cat(columns)
-
-    def measure(self, batch: Batch | None) -> Tensor:
-        """Return one number for each trained token of a micro-batch; none for None."""
-        raise NotImplementedError
 
     def load(self, folder: str) -> None:
         super().load(folder)
@@ -170,12 +182,6 @@ class TrainedRank(Saves, ABC, Generic[S, M]):
         fsdp.reshard(self.model)
         weights = weights_of(self.model)
         return len(weights), weights
-
-    def vacate(self) -> None:
-        self.memory.vacate()
-
-    def occupy(self) -> None:
-        self.memory.occupy()
 
 
 def combined(passes: Sequence[dict[str, Tensor]]) -> dict[str, float]:
@@ -219,10 +225,3 @@ def step_optimizer(
         optimizer.step()
         scheduler.step()
     return {"same/nonfinite": float(not finite)}
-
-
-def _gpu_memory_share(device: torch.device) -> float:
-    """At this process's peak, other processes included, without what the allocator keeps unused."""
-    free, total = torch.cuda.mem_get_info(device)
-    other_bytes = total - free - torch.cuda.memory_reserved(device)
-    return float((other_bytes + torch.cuda.max_memory_allocated(device)) / total)

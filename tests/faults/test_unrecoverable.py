@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 from recovery_ground import START_S, Scene
@@ -25,7 +26,7 @@ def test_a_replica_that_always_dies_ends_the_run_with_every_cause(scene: Scene, 
     recoveries, victim = scene.supervisor.recoveries, scene.pool.replicas.serving[0]
     recoveries._spent.clear()
     recoveries.failed(victim.name, "it died before", "")
-    monkeypatch.setattr(recoveries, "_max_restarts", 1)
+    monkeypatch.setattr(recoveries, "trainer", replace(recoveries.trainer, max_restarts=1))
     os.kill(victim.pid, signal.SIGKILL)
     with pytest.raises(ClusterError) as caught:
         scene.pool.generate([Prompt("p", (1, 2), "?", "test")], 1, Sampling(max_tokens=2, seed=0))

@@ -16,7 +16,7 @@ from grpo_rl.cluster.roles.trained_roles import TrainedRewardModelRole
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import HeadOptimConfig, RewardModelTrainConfig
 from grpo_rl.types import Batch
-from grpo_rl.workers.specs import RewardModelSpec, ScoreBatch, TrainedRewardModelSpec
+from grpo_rl.workers.specs import RewardModelSpec, TrainedRewardModelSpec
 
 pytestmark = pytest.mark.timeout(600)
 WHOLE = MicroBatchRule(None, 1000)
@@ -146,14 +146,14 @@ def test_scores_are_the_same_by_every_way_and_after_the_export(ranks, path, tmp_
         role.update(pairs(seed))
     scores_N = role.scores(batch)
     assert float(scores_N.std()) > 0.01
-    whole = ScoreBatch(batch.token_ids_S, batch.sequence_lengths_N, batch.sequence_lengths_N.cumsum(0) - 1)
-    for (column,) in ranks[2].call("scores", [whole]):
-        torch.testing.assert_close(column, scores_N, atol=1e-5, rtol=0)
+    whole = role._scored(batch)
+    for _, block in ranks[2].call("scores", whole, [tuple(range(batch.num_rollouts))]):
+        torch.testing.assert_close(torch.from_numpy(block["scores_T"]), scores_N, atol=1e-5, rtol=0)
     role.export(tmp_path)
     assert set(load_file(tmp_path / "model.safetensors")) == {name for name, _ in whole_model(tmp_path).named_parameters()}
     ranks[1].build(RewardModelSpec(str(tmp_path), "float32"))
-    ((column,),) = ranks[1].call("scores", [whole])
-    torch.testing.assert_close(column, scores_N, atol=1e-5, rtol=0)
+    ((_, block),) = ranks[1].call("scores", whole, [tuple(range(batch.num_rollouts))])
+    torch.testing.assert_close(torch.from_numpy(block["scores_T"]), scores_N, atol=1e-5, rtol=0)
     # What was exported is continued if it is trained again, head included.
     continued = role_over(ranks[1], tmp_path, "bradley_terry")
     torch.testing.assert_close(continued.scores(batch), scores_N, atol=1e-5, rtol=0)

@@ -7,9 +7,11 @@ without a word, or fail hours later.
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -86,8 +88,7 @@ class Pool:
         ]
         self._wait(nnodes, timeout_s, grow_s)
         self.gpu_ids = [_probe_gpus(group, timeout_s) if use_gpu else [] for group in self.groups]
-        one_node = [[*range(per_node)]]
-        self.on_nodes = [one_node if nodes_per_slot == 1 else self._by_node(group, nodes_per_slot) for group in self.groups]
+        self.on_nodes = [self._by_node(group, nodes_per_slot) for group in self.groups]
         self._check, self.nodes = check, set(nodes_of(*self.groups))
         if check is not None:
             check(self.nodes)
@@ -120,14 +121,14 @@ class Pool:
             return self._free.pop()
         group = placement_group([self._bundle] * devices, "STRICT_PACK", _soft_target_node_id=node)
         self._further.append(group)
-        deadline, has_room = time.monotonic() + timeout_s, False
-        # In short looks: the run may end meanwhile, and Ray with it.
-        while ray.is_initialized() and not (has_room := group.wait(1.0)) and time.monotonic() < deadline:
-            pass
-        if not has_room:
-            self.give_back(Slot(group, (), ()))
-            raise ClusterError(f"the cluster had no room for {devices} more devices on one node within {timeout_s:.0f} s")
+        deadline = time.monotonic() + timeout_s
         try:
+            # In short looks: the run may end meanwhile, and Ray with it.
+            while not (ray.is_initialized() and group.wait(1.0)):
+                if not ray.is_initialized() or time.monotonic() > deadline:
+                    raise ClusterError(
+                        f"the cluster had no room for {devices} more devices on one node within {timeout_s:.0f} s"
+                    )
             if self._check is not None:
                 self._check(set(nodes_of(group)))
             gpu_ids = _probe_gpus(group, timeout_s) if "GPU" in self._bundle else []
@@ -168,10 +169,10 @@ class Pool:
                 )
 
     def _by_node(self, group: PlacementGroup, num_nodes: int) -> list[list[int]]:
-        """Return a spanning group's bundles node by node. Raises ClusterError for unequal shares."""
-        nodes: dict[str, list[int]] = {}
+        """Return a group's bundles node by node. Raises ClusterError for unequal shares."""
+        nodes: defaultdict[str, list[int]] = defaultdict(list)
         for bundle, node in sorted(placement_group_table(group)["bundles_to_node_id"].items()):
-            nodes.setdefault(node, []).append(bundle)
+            nodes[node].append(bundle)
         if sorted(map(len, nodes.values())) != [self.per_node] * num_nodes:
             sizes = " + ".join(str(len(bundles)) for bundles in nodes.values())
             raise ClusterError(
@@ -188,11 +189,11 @@ def nodes_of(*groups: PlacementGroup) -> list[str]:
 
 def raylets(slots: Mapping[str, Slot]) -> dict[str, tuple[str, int]]:
     """Return the address of the raylet of each node with a slot, by what messages call the node."""
-    on_node: dict[str, list[str]] = {}
+    on_node: defaultdict[str, list[str]] = defaultdict(list)
     for name, slot in slots.items():
-        table = placement_group_table(slot.placement_group)
-        for node in {table["bundles_to_node_id"][bundle] for bundle in slot.bundles}:
-            on_node.setdefault(node, []).append(name)
+        nodes = placement_group_table(slot.placement_group)["bundles_to_node_id"]
+        for node in {nodes[bundle] for bundle in slot.bundles}:
+            on_node[node].append(name)
     addresses: dict[str, tuple[str, int]] = {}
     for node in ray.nodes():
         if node["NodeID"] in on_node:
@@ -251,7 +252,7 @@ class Found:
 def look(own_files: Sequence[str], paths: Sequence[str], seen_s: float = SEEN_S) -> Found:
     """Return this machine's versions, its code with the user's `own_files`, and which of `paths` it lacks."""
     until = time.monotonic() + seen_s
-    while (lacks := [path for path in paths if not _is_there(Path(path))]) and time.monotonic() < until:
+    while (lacks := [path for path in paths if not os.path.exists(path)]) and time.monotonic() < until:
         time.sleep(0.2)
     versions = {"Python": ".".join(map(str, sys.version_info[:3]))}
     versions |= {package: _version(package) for package in PACKAGES}
@@ -290,18 +291,16 @@ def check_machines(nodes: Iterable[str], run_folder: Path, own_files: Sequence[s
     # A new name: no file system has remembered that it was not there.
     marker = run_folder / f".seen_{token_hex(4)}"
     needed = {str(marker): "which the run has written: trainer.default_local_dir must be on storage that all machines share"}
-    needed |= {path: f"{key}: copy it there, to the same path" for path, key in models.items() if _is_there(Path(path))}
+    needed |= {path: f"{key}: copy it there, to the same path" for path, key in models.items() if os.path.exists(path)}
     local_setup = look(own_files, ())
     known = {node["NodeID"]: f"the machine {node['NodeManagerAddress']}" for node in ray.nodes()}
     problems: list[str] = []
     marker.touch()
     try:
-        answers = {}
-        for node in nodes:
-            task = ray.remote(look).options(
-                num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
-            )
-            answers[node] = task.remote(own_files, list(needed))
+        answers = {
+            node: ray.remote(look).options(max_retries=0, **NodeSlot(node, 0).options).remote(own_files, list(needed))
+            for node in nodes
+        }
         until = time.monotonic() + ANSWER_S
         for node, answer in answers.items():
             machine = known.get(node, f"the node {node}")
@@ -321,13 +320,6 @@ def check_machines(nodes: Iterable[str], run_folder: Path, own_files: Sequence[s
         marker.unlink(missing_ok=True)
     if problems:
         raise ClusterError("\n  ".join(problems))
-
-
-def _is_there(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:
-        return False
 
 
 def _version(package: str) -> str:

@@ -16,14 +16,12 @@ import sys
 import threading
 import time
 import traceback
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from grpo_rl import faults
 from grpo_rl.cluster.processes.placement import NodeSlot, Slot
@@ -58,9 +56,9 @@ FETCH_S = 3600.0
 class RemoteError(Exception):
     """An exception inside a worker, as text: Ray drops causes that it cannot pickle."""
 
-    def __init__(self, kind: str, message: str, trace: str, user_error: bool) -> None:
-        super().__init__(kind, message, trace, user_error)
-        self.kind, self.message, self.trace, self.user_error = kind, message, trace, user_error
+    def __init__(self, kind: str, message: str, user_error: bool) -> None:
+        super().__init__(kind, message, user_error)
+        self.kind, self.message, self.user_error = kind, message, user_error
 
     def __str__(self) -> str:
         return self.message if self.user_error else f"{self.kind}: {self.message}"
@@ -73,7 +71,6 @@ class Stored:
     """
 
     ref: Any
-    key: str
 
 
 class StoredBlock:
@@ -128,19 +125,19 @@ class WorkerHost:
         nothing else.
         """
         time.sleep(wait_s)
-        activity = getattr(self._worker, "activity", None)
-        return None if activity is None else activity()
+        return self._activity()
 
     def doing(self) -> list[Doing]:
         """Return each call at work with its seconds and stack; then the worker's own thread, and children."""
-        current_time = time.monotonic()
-        active_calls = [
-            (method, current_time - began, stack_of(thread)) for thread, (method, began) in list(self._calls.items())
-        ]
-        activity, thread = getattr(self._worker, "activity", None), getattr(self._worker, "thread", None)
-        if activity is not None and thread is not None and (at := activity()) is not None:
-            active_calls.append((at[0], at[1], stack_of(thread.ident)))
+        now = time.monotonic()
+        active_calls = [(method, now - began, stack_of(thread)) for thread, (method, began) in list(self._calls.items())]
+        if (at := self._activity()) is not None:
+            active_calls.append((at[0], at[1], stack_of(self._worker.thread.ident)))
         return active_calls + children_doing()
+
+    def _activity(self) -> tuple[str, float, float | None] | None:
+        activity = getattr(self._worker, "activity", None)
+        return None if activity is None else activity()
 
     def build(self, factory: Callable[..., Any], *args: Any) -> None:
         try:
@@ -149,7 +146,7 @@ class WorkerHost:
         finally:
             gc.enable()
 
-    def call(self, method: str, *args: Any, told: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+    def call(self, method: str, *args: Any, told: dict[str, Any] | None = None) -> Any:
         """Call a method of the worker. Raises RemoteError. `told` is the context of the fault points."""
         if told is not None:
             faults.tell(**{**told, "worker": self.name})
@@ -158,7 +155,7 @@ class WorkerHost:
             with _reported():
                 values = [self._value(argument) for argument in args]
                 with self._instruments.around(self._worker, method):
-                    return getattr(self._worker, method)(*values, **kwargs)
+                    return getattr(self._worker, method)(*values)
         finally:
             del self._calls[threading.get_ident()]
 
@@ -171,10 +168,10 @@ class WorkerHost:
     def _value(self, argument: Any) -> Any:
         if not isinstance(argument, Stored):
             return _local(argument)
-        if self._fetched[0] != argument.key:
+        if self._fetched[0] != (key := str(argument.ref)):
             # The old one goes first: two shards of a batch need not fit beside each other.
             self._fetched = ("", None)
-            self._fetched = (argument.key, _local(_get(argument.ref)))
+            self._fetched = (key, _local(_get(argument.ref)))
         return self._fetched[1]
 
 
@@ -201,12 +198,11 @@ def _reported() -> Iterator[None]:
     """Raise what fails inside of this context as RemoteError, with its traceback in the log."""
     try:
         yield
-    except Exception as found:
-        trace = secrets.redact(traceback.format_exc())
+    except Exception as raised:
         with suppress(OSError):  # a disk that is full, too
-            print(trace, file=sys.stderr, flush=True)
-        error = out_of_memory(found) or found
-        raise RemoteError(type(error).__name__, secrets.redact(str(error)), trace, isinstance(error, GrpoRlError)) from None
+            print(secrets.redact(traceback.format_exc()), file=sys.stderr, flush=True)
+        error = out_of_memory(raised) or raised
+        raise RemoteError(type(error).__name__, secrets.redact(str(error)), isinstance(error, GrpoRlError)) from None
 
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -305,20 +301,19 @@ class Worker:
         self.asked: tuple[str, float] = ("", 0.0)
         self._environment, self._threads = environment, threads
         devices = {"CUDA_VISIBLE_DEVICES": ",".join(slot.gpu_ids)} if slot.gpu_ids else {}
-        worker_environment = {**environment, **devices}
-        options: dict[str, Any] = {"max_concurrency": threads, **slot.options}
         remote: Any = ray.remote  # Ray's types have no concurrency groups
-        host = remote(concurrency_groups={BEATS: 1, LOOKS: 1, NEWS: 1})(WorkerHost).options(**options)
+        host = remote(concurrency_groups={BEATS: 1, LOOKS: 1, NEWS: 1})(WorkerHost)
+        host = host.options(max_concurrency=threads, **slot.options)
         self._oom_kills = oom_kills()
-        self.actor: Any = host.remote(name, str(self.log_file), worker_environment, secrets.known())
+        self.actor: Any = host.remote(name, str(self.log_file), {**environment, **devices}, secrets.known())
 
     @property
     def is_here(self) -> bool:
         return self.address == ray.util.get_node_ip_address()
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> ray.ObjectRef:
+    def call(self, method: str, *args: Any) -> ray.ObjectRef:
         self.asked = (method, time.monotonic())
-        return self.actor.call.remote(method, *args, told=faults.told(), **kwargs)
+        return self.actor.call.remote(method, *args, told=faults.told())
 
     def call_for_two(self, method: str, *args: Any) -> tuple[ray.ObjectRef, ray.ObjectRef]:
         """Start a call of a method that returns a pair, as two objects to be fetched apart.
@@ -348,30 +343,36 @@ class Worker:
             missing = cause.kind == ModuleNotFoundError.__name__
             remedy = f"; on its machine, {self.address}: bash scripts/setup.sh" if missing else ""
             return f"{cause}{remedy}\n  log: {self.log_file}"
-        if self.verdict is not None:
-            return f"{self.verdict}\n  log: {self.log_file}\n{self.log_tail()}"
-        reason = "the process died" if isinstance(error, ray.exceptions.RayActorError) else type(error).__name__
-        # A machine other than the controller's keeps its own count.
-        if reason == "the process died" and self.address == ray.util.get_node_ip_address() and oom_kills() > self._oom_kills:
-            return f"{KILLED_FOR_MEMORY}\n  log: {self.log_file}\n{self.log_tail()}"
+        died = isinstance(error, ray.exceptions.RayActorError)
         words = cause_line(str(error), at_end=isinstance(error, ray.exceptions.RayTaskError))
-        return f"{reason} ({words})\n  log: {self.log_file}\n{self.log_tail()}"
-
-    def log_tail(self) -> str:
+        # A machine other than the controller's keeps its own count.
+        if (reason := self.verdict) is None and died and self.is_here and oom_kills() > self._oom_kills:
+            reason = KILLED_FOR_MEMORY
+        reason = reason or f"{'the process died' if died else type(error).__name__} ({words})"
         try:
-            lines = self.log_file.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+            lines = [f"  | {line}" for line in self.log_file.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]]
         except OSError:
-            return "  (no log)"
-        return "\n".join(f"  | {line}" for line in lines)
+            lines = ["  (no log)"]
+        return "\n".join([reason, f"  log: {self.log_file}", *lines])
 
     def kill(self, verdict: str | None = None) -> None:
         """End the process and its children at once, even one that is stopped; `verdict` is the reason that errors give."""
         if self.verdict is None:
             self.verdict = verdict
         # The signal first: Ray forgets which process it was, and leaves one that is stopped where it is.
-        if self.pid is not None and self.address is not None:
-            kill_process(self.pid, self.address)
+        self.kill_process()
         ray.kill(self.actor)
+
+    def kill_process(self) -> None:
+        """Kill the process in whatever state it is. On another node a task of Ray's does it, which is not waited for."""
+        if self.pid is None:
+            return
+        if self.is_here:
+            kill_worker(self.pid)
+            return
+        for node in ray.nodes():
+            if node["Alive"] and node["NodeManagerAddress"] == self.address:
+                ray.remote(kill_worker).options(**NodeSlot(node["NodeID"], 0).options).remote(self.pid)
 
 
 class WorkerGroup:
@@ -412,7 +413,7 @@ class WorkerGroup:
 
     def store(self, values: Sequence[Any]) -> list[Stored]:
         """Put values that several calls carry into the object store; the result is passed in a value's place."""
-        return [Stored(ray.put(value), uuid.uuid4().hex) for value in values]
+        return [Stored(ray.put(value)) for value in values]
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Call `method` with the same arguments on every rank; return the results by rank."""
@@ -455,27 +456,34 @@ def wait_all(workers: Sequence[Worker], refs: Sequence[ray.ObjectRef], timeout_s
     """
     by_ref = dict(zip(refs, workers, strict=True))
     results: dict[ray.ObjectRef, Any] = {}
-    deadline = time.monotonic() + timeout_s
-    pending = list(refs)
+    for ref in as_they_end(refs, timeout_s):
+        try:
+            results[ref] = fetch(by_ref[ref], ref, what)
+        except WorkerDied:
+            raise
+        except ClusterError as error:
+            for other in as_they_end([pending for pending in refs if pending not in results and pending != ref], BLAME_S):
+                try:
+                    fetch(by_ref[other], other, what)
+                except WorkerDied as death:
+                    raise death from error
+                except GrpoRlError:
+                    continue  # another one that noticed
+            raise
+    if missing := [by_ref[ref] for ref in refs if ref not in results]:
+        names, logs = ", ".join(w.name for w in missing), ", ".join(str(w.log_file) for w in missing)
+        raise WorkerFailed(f"{what}: no answer from {names} within {timeout_s:.0f} s\n  log: {logs}", missing)
+    return [results[ref] for ref in refs]
+
+
+def as_they_end(refs: Iterable[ray.ObjectRef], timeout_s: float) -> Iterator[ray.ObjectRef]:
+    """Yield the calls as they end, until the deadline."""
+    pending, deadline = list(refs), time.monotonic() + timeout_s
     while pending:
         done, pending = ray.wait(pending, num_returns=1, timeout=min(1.0, max(0.0, deadline - time.monotonic())))
-        for ref in done:
-            try:
-                results[ref] = fetch(by_ref[ref], ref, what)
-            except WorkerDied:
-                raise
-            except ClusterError as error:
-                death = _death_among(by_ref, pending, what)
-                if death is None:
-                    raise
-                raise death from error
-        if pending and not done and time.monotonic() > deadline:
-            names = ", ".join(by_ref[ref].name for ref in pending)
-            logs = ", ".join(str(by_ref[ref].log_file) for ref in pending)
-            raise WorkerFailed(
-                f"{what}: no answer from {names} within {timeout_s:.0f} s\n  log: {logs}", [by_ref[ref] for ref in pending]
-            )
-    return [results[ref] for ref in refs]
+        yield from done
+        if not done and time.monotonic() > deadline:
+            return
 
 
 def fetch(worker: Worker, ref: ray.ObjectRef, what: str) -> Any:
@@ -488,18 +496,18 @@ def fetch(worker: Worker, ref: ray.ObjectRef, what: str) -> Any:
     try:
         return ray.get(ref, timeout=60.0)
     except (ray.exceptions.RayError, RemoteError) as error:
-        cause = error if isinstance(error, RemoteError) else getattr(error, "cause", None)
-        if isinstance(cause, RemoteError) and cause.kind in _USER_ERRORS:
-            raise _USER_ERRORS[cause.kind](cause.message) from error
-        message = f"{what} failed on {worker.name}: {worker.describe(error)}"
-        if isinstance(cause, RemoteError) and cause.kind == OutOfMemory.__name__:
-            raise OutOfMemory(
-                f"{what} failed on {worker.name}: {cause.message}; {what_to_do(what)}\n  log: {worker.log_file}"
-            ) from error
+        cause: Any = error if isinstance(error, RemoteError) else getattr(error, "cause", None)
+        kind = cause.kind if isinstance(cause, RemoteError) else ""
+        if kind in _USER_ERRORS:
+            raise _USER_ERRORS[kind](cause.message) from error
+        where = f"{what} failed on {worker.name}"
+        if kind == OutOfMemory.__name__:
+            raise OutOfMemory(f"{where}: {cause.message}; {what_to_do(what)}\n  log: {worker.log_file}") from error
+        message = f"{where}: {worker.describe(error)}"
         # Ray's own guard ends the process that uses most of a machine's memory when little is left.
         if isinstance(error, ray.exceptions.RayActorError | ray.exceptions.OutOfMemoryError):
             raise WorkerDied(message, [worker]) from error
-        if isinstance(cause, RemoteError) and is_broken(cause):
+        if kind and is_broken(cause):
             raise WorkerFailed(message, [worker]) from error
         raise ClusterError(message) from error
 
@@ -511,21 +519,16 @@ def settle(
 
     Raises what `fetch` raises for a failure that a new process would not mend.
     """
-    by_ref = {ref: worker for worker, ref in calls.items()}
+    unanswered = {ref: worker for worker, ref in calls.items()}
     results: dict[Worker, Any] = {}
-    deadline = time.monotonic() + timeout_s
-    pending = list(by_ref)
-    while pending:
-        done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-        for ref in done:
-            try:
-                results[by_ref[ref]] = fetch(by_ref[ref], ref, what)
-            except WorkerFailed as error:
-                on_loss(by_ref[ref], error)
-        if not done:
-            for ref in pending:
-                on_loss(by_ref[ref], WorkerFailed(f"{what}: no answer from {by_ref[ref].name} within {timeout_s:.0f} s"))
-            break
+    for ref in as_they_end(unanswered, timeout_s):
+        worker = unanswered.pop(ref)
+        try:
+            results[worker] = fetch(worker, ref, what)
+        except WorkerFailed as error:
+            on_loss(worker, error)
+    for worker in unanswered.values():
+        on_loss(worker, WorkerFailed(f"{what}: no answer from {worker.name} within {timeout_s:.0f} s"))
     return results
 
 
@@ -535,27 +538,12 @@ def is_broken(error: RemoteError) -> bool:
     )
 
 
-def _death_among(by_ref: dict[ray.ObjectRef, Worker], pending: list[ray.ObjectRef], what: str) -> WorkerDied | None:
-    deadline = time.monotonic() + BLAME_S
-    while pending and time.monotonic() < deadline:
-        done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-        for ref in done:
-            try:
-                fetch(by_ref[ref], ref, what)
-            except WorkerDied as death:
-                return death
-            except GrpoRlError:
-                continue  # another one that noticed
-    return None
-
-
 def end_workers(workers: Sequence[Worker]) -> None:
     """End these processes and all below them; to Ray, a worker that is only killed has crashed.
 
     Children are looked up before: without their parent they are like any other process.
     """
-    local_address = ray.util.get_node_ip_address()
-    local = [worker.pid for worker in workers if worker.pid is not None and worker.address == local_address]
+    local = [worker.pid for worker in workers if worker.pid is not None and worker.is_here]
     below = {child: started(child) for pid in local for child in descendants(pid)}
     for worker in workers:
         ray.kill(worker.actor)
@@ -568,22 +556,8 @@ def end_workers(workers: Sequence[Worker]) -> None:
         if since is not None and started(child) == since and not is_tracker(child):
             kill_tree(child, spares=is_tracker)
     for worker in workers:
-        if worker.pid is not None and worker.address is not None and worker.address != local_address:
-            kill_process(worker.pid, worker.address)
-
-
-def kill_process(pid: int, address: str) -> None:
-    """Kill the worker with this id on the node at `address`, in whatever state it is.
-
-    On another node a task of Ray's does it, which is not waited for.
-    """
-    if address == ray.util.get_node_ip_address():
-        kill_worker(pid)
-        return
-    for node in ray.nodes():
-        if node["Alive"] and node["NodeManagerAddress"] == address:
-            strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            ray.remote(kill_worker).options(num_cpus=0, scheduling_strategy=strategy).remote(pid)
+        if not worker.is_here:
+            worker.kill_process()
 
 
 def kill_worker(pid: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import ray
 
+from grpo_rl.background import Watch
 from grpo_rl.cluster.processes.placement import Pool, nodes_of, raylets, runs_here
 from grpo_rl.cluster.processes.worker_group import Worker, WorkerFailed, WorkerGroup, end_workers, settle, wait_all
 from grpo_rl.cluster.recovery.supervisor import Supervisor
@@ -46,6 +47,7 @@ class _Standing:
     raylet: tuple[str, int] | None = None
 
 
+@dataclass(eq=False)
 class Replicas:
     """The processes of the rollout set by what they may do.
 
@@ -59,24 +61,22 @@ class Replicas:
     controller calls `build_apart` at a time when no rank works; `vacated` clears the GPUs for it.
     """
 
-    def __init__(
-        self,
-        worker_group: WorkerGroup,
-        supervisor: Supervisor,
-        build: Build | None = None,
-        vacated: Vacated | None = None,
-        elastic: Elastic | None = None,
-    ) -> None:
-        """`build` is None if a replica that fails ends the run."""
-        self.worker_group, self.supervisor, self.elastic = worker_group, supervisor, elastic
-        self._build, self._vacated, self._first = build, vacated, worker_group.workers[0]
+    worker_group: WorkerGroup
+    supervisor: Supervisor
+    build: Build | None = None
+    """None if a replica that fails ends the run."""
+    vacated: Vacated | None = None
+    elastic: Elastic | None = None
+
+    def __post_init__(self) -> None:
+        self._first = self.worker_group.workers[0]
         self._lock, self._changed = threading.Lock(), threading.Event()
         self._standings: dict[Worker, _Standing] = {}
-        self.wanted = self._next_number = len(worker_group)
+        self.wanted = self._next_number = len(self.worker_group)
         """The number of replicas that there shall be, and the number in the name of the next one that joins."""
         self._leaving = 0
         self._failure: GrpoRlError | None = None
-        for worker in worker_group.workers:
+        for worker in self.worker_group.workers:
             self._standings[worker] = standing = _Standing("serving")
             self._watch(worker, standing)
 
@@ -118,13 +118,12 @@ class Replicas:
         vLLM counts every change of the GPU's free memory while it starts as its own: the ranks leave the
         GPUs, and come back when the new engine has given its memory back.
         """
-        waiting = self._those("unbuilt")
-        if not waiting:
+        if not (waiting := self._those("unbuilt")):
             return []
-        assert self._vacated is not None and self._build is not None
+        assert self.vacated is not None and self.build is not None
         timeout_s = self.supervisor.start_timeout_s
-        with self._vacated():
-            calls = {worker: self._build(worker) for worker in waiting}
+        with self.vacated():
+            calls = {worker: self.build(worker) for worker in waiting}
             calls = {worker: worker.call("sleep") for worker in settle(calls, timeout_s, "start rollout again", self.failed)}
             built = list(settle(calls, timeout_s, "rollout.sleep", self.failed))
         for worker in built:
@@ -133,15 +132,12 @@ class Replicas:
 
     def serve(self, worker: Worker, version: int) -> None:
         with self._lock:
-            standing = self._standings.get(worker)
-            if standing is None:
+            if (standing := self._standings.get(worker)) is None:
                 return
             joins, standing.state, standing.joins = standing.joins, "serving", False
-        seconds, how = time.monotonic() - standing.since, f"it serves weights of version {version}"
-        if joins:
-            self.supervisor.recoveries.came_or_went(worker.name, "joined", seconds, how)
-        else:
-            self.supervisor.recoveries.recovered(worker.name, "rollout", seconds, how)
+        recoveries = self.supervisor.recoveries
+        report, what = (recoveries.came_or_went, "joined") if joins else (recoveries.recovered, "rollout")
+        report(worker.name, what, time.monotonic() - standing.since, f"it serves weights of version {version}")
 
     def wait(self, timeout_s: float) -> None:
         self._changed.wait(timeout_s)
@@ -150,7 +146,7 @@ class Replicas:
 
     def failed(self, worker: Worker, error: WorkerFailed) -> None:
         """Treat a failed call as the loss of the replica; raise the error if replicas are not replaced."""
-        if self._build is None:
+        if self.build is None:
             raise error
         self.lose(worker, str(error))
 
@@ -165,7 +161,7 @@ class Replicas:
         worker.kill(cause)
         self.supervisor.forget(worker)
         try:
-            if self._build is None:
+            if self.build is None:
                 raise ClusterError(f"{worker.name}: {cause}")
             self.supervisor.recoveries.failed(worker.name, cause, "another is started in its place")
         except ClusterError as error:
@@ -188,7 +184,7 @@ class Replicas:
         self._start(worker.another(worker.name, worker.slot), _Standing("starting", lost.since, lost.joins))
 
     def _start(self, fresh: Worker, standing: _Standing) -> None:
-        assert self._build is not None
+        assert self.build is not None
         with self._lock:
             if self.supervisor.closed:
                 fresh.kill()
@@ -200,11 +196,11 @@ class Replicas:
         timeout_s = self.supervisor.start_timeout_s
         try:
             self.worker_group.where(timeout_s, [fresh])
-            if self._vacated is not None:
+            if self.vacated is not None:
                 standing.state = "unbuilt"
                 self._changed.set()
                 return
-            wait_all([fresh], [self._build(fresh)], timeout_s, f"start {fresh.name} again")
+            wait_all([fresh], [self.build(fresh)], timeout_s, f"start {fresh.name} again")
         except WorkerFailed as error:
             self.lose(fresh, str(error))
         except GrpoRlError as error:
@@ -214,8 +210,7 @@ class Replicas:
 
     def _made(self, fresh: Worker) -> None:
         with self._lock:
-            standing = self._standings.get(fresh)
-            if standing is None:
+            if (standing := self._standings.get(fresh)) is None:
                 return
             fresh.is_built, standing.state = True, "ready"
         if not standing.joins:
@@ -283,29 +278,25 @@ class Replicas:
         self.supervisor.recoveries.came_or_went(worker.name, "left", seconds, f"{why}{self.wanted} are to go on")
 
 
-class EngineOrders(threading.Thread):
+class EngineOrders(Watch):
     """Obeys orders for more or fewer replicas, from the file that `grpo-rl engines` writes and from nodes
     that join.
 
     It keeps `engines` of status.json true: who serves, the bounds, and an answer to each order.
     """
 
+    ends_within_s = 5.0
+
     def __init__(self, replicas: Replicas, elastic: Elastic, file: Path, tell: Callable[[dict[str, Any]], None]) -> None:
-        super().__init__(name="engine orders", daemon=True)
         self._replicas, self._elastic, self._file, self._tell = replicas, elastic, file, tell
         self._read = len(self._content())
         self._answers: dict[str, str] = {}
         self._told: dict[str, Any] = {}
         self._nodes = {node["NodeID"] for node in _nodes()}
-        self._over = threading.Event()
-        self.start()
-
-    def close(self) -> None:
-        self._over.set()
-        self.join(5.0)
+        super().__init__("engine orders")
 
     def run(self) -> None:
-        while not self._over.wait(ORDERS_S):
+        while not self.over.wait(ORDERS_S):
             for key, change in self._orders():
                 self._answers[key] = self._obey(change)
             for node in _nodes():

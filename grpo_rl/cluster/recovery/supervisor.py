@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import ray
 
+from grpo_rl.background import Watch
 from grpo_rl.cluster.processes.worker_group import Doing, Worker, WorkerGroup, cause_line, stack_of
 from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import ClusterError
@@ -27,26 +28,22 @@ beats, hangs; so is a phase of a step reported.
 _LOOK_S = 0.2
 
 
+@dataclass(eq=False)
 class Recoveries:
     """The failures of a run's workers: a budget for them, one loud line for each, and their numbers for the next step's metrics.
 
     The budget is `trainer.max_restarts` of one worker or role within `trainer.restart_window_s`.
     """
 
-    def __init__(
-        self,
-        trainer: TrainerConfig,
-        warn: Callable[[str], None],
-        on_restart: Callable[[str, int | None], None] = lambda worker, pid: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.restarts = trainer.recover != "off"
-        self.on_restart = on_restart
-        """Called with the name of every worker that is lost and gets a new process, and None; later with that process's id."""
-        self.warn = warn
+    trainer: TrainerConfig
+    warn: Callable[[str], None]
+    on_restart: Callable[[str, int | None], None] = lambda worker, pid: None
+    """Called with the name of every worker that is lost and gets a new process, and None; later with that process's id."""
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self.restarts = self.trainer.recover != "off"
         self.timeline = Timeline()
-        self._max_restarts, self._window_s = trainer.max_restarts, trainer.restart_window_s
-        self._clock = clock
         self._spent: list[tuple[float, str, str]] = []
         self._since: Metrics = {}
         self._total = 0
@@ -54,16 +51,17 @@ class Recoveries:
 
     def failed(self, name: str, cause: str, then: str) -> None:
         """Allow one more restart of `name`, and report it. Raises ClusterError after too many."""
+        most, window_s = self.trainer.max_restarts, self.trainer.restart_window_s
         with self._lock:
-            current_time = self._clock()
-            self._spent = [entry for entry in self._spent if current_time - entry[0] <= self._window_s]
-            self._spent.append((current_time, name, cause))
-            restarts = sum(1 for _, other, _ in self._spent if other == name) - 1
-            if restarts >= self._max_restarts:
-                causes = [f"\n  {current_time - when:.0f} s ago, {failed}: {why}" for when, failed, why in self._spent]
+            now = self.clock()
+            self._spent = [entry for entry in self._spent if now - entry[0] <= window_s]
+            self._spent.append((now, name, cause))
+            restarts = sum(other == name for _, other, _ in self._spent) - 1
+            if restarts >= most:
+                causes = [f"\n  {now - when:.0f} s ago, {failed}: {why}" for when, failed, why in self._spent]
                 raise ClusterError(
-                    f"{name} failed and is not started again: restarts so far: {restarts} (trainer.max_restarts={self._max_restarts} "
-                    f"within trainer.restart_window_s={self._window_s:.0f}). Every failure in that time:{''.join(causes)}"
+                    f"{name} failed and is not started again: restarts so far: {restarts} (trainer.max_restarts={most} "
+                    f"within trainer.restart_window_s={window_s:.0f}). Every failure in that time:{''.join(causes)}"
                 )
         self.warn(f"recovery: {name} failed: {cause_line(cause)}; {then}")
 
@@ -128,7 +126,7 @@ class _Watched:
         return waits_for_cpu(self.worker.pid) if self.worker.pid is not None and self.worker.is_here else {}
 
 
-class Supervisor(threading.Thread):
+class Supervisor(Watch):
     """Watches over the processes of one cluster: ends workers that are frozen, and reports every end.
 
     Every worker answers a call (`beat`) a heartbeat after it was made, in a thread of its own. A process that
@@ -137,24 +135,18 @@ class Supervisor(threading.Thread):
     """
 
     def __init__(self, trainer: TrainerConfig, recoveries: Recoveries) -> None:
-        super().__init__(name="heartbeats", daemon=True)
         self.recoveries = recoveries
         self.start_timeout_s, self._heartbeat_s = trainer.start_timeout_s, trainer.heartbeat_s
         self.before_kill: Callable[[str], None] = lambda why: None
         """Called in this thread with the reason before a worker is given up."""
         self._watched: dict[Worker, _Watched] = {}
-        self._lock, self._over = threading.Lock(), threading.Event()
-        self.start()
+        self._lock = threading.Lock()
+        super().__init__("heartbeats")
 
     @property
     def closed(self) -> bool:
         """True once the cluster is being ended: nothing is started again."""
-        return self._over.is_set()
-
-    def close(self) -> None:
-        """Stop watching and starting again, before workers are ended in good order."""
-        self._over.set()
-        self.join(10.0)
+        return self.over.is_set()
 
     def watch(self, worker: Worker, on_end: Callable[[Worker, str], None] = lambda worker, cause: None) -> None:
         """Watch this worker from now on; `on_end` is called in this thread, and has to be quick."""
@@ -171,7 +163,7 @@ class Supervisor(threading.Thread):
             with self._lock:
                 by_ref = {entry.ref: entry for entry in self._watched.values()}
             if not by_ref:
-                self._over.wait(_LOOK_S)
+                self.over.wait(_LOOK_S)
                 looked = time.monotonic()
                 continue
             refs = list(by_ref)
@@ -224,32 +216,29 @@ LEAST_S = 60.0
 ANSWER_S = 2.0
 
 
-class StuckReport(threading.Thread):
+class StuckReport(Watch):
     """Reports once what each process is doing if a phase of a step passes its deadline.
 
     The deadline is `trainer.stuck_s`; without one, ten times the longest that the phase ever took, at least a
     minute; of a new phase, half of the shortest time after which something would be given up.
     """
 
+    ends_within_s = 2 * ANSWER_S
+
     def __init__(
         self, trainer: TrainerConfig, status: Status, worker_groups: Sequence[WorkerGroup], warn: Callable[[str], None]
     ) -> None:
-        super().__init__(name="stuck", daemon=True)
         self._given_s = trainer.stuck_s
         self._first_s = min(trainer.start_timeout_s, trainer.step_timeout_s, trainer.collective_timeout_s) / 2
         self._status, self._worker_groups, self._warn = status, worker_groups, warn
         self._longest: dict[str, float] = {}
         self._reported = ""
-        self._lock, self._over = threading.Lock(), threading.Event()
-        self.start()
-
-    def close(self) -> None:
-        self._over.set()
-        self.join(2 * ANSWER_S)
+        self._lock = threading.Lock()
+        super().__init__("stuck")
 
     def run(self) -> None:
         place, since = self._status.where(), time.monotonic()
-        while not self._over.wait(PHASE_LOOK_S):
+        while not self.over.wait(PHASE_LOOK_S):
             current_place, seconds = self._status.where(), time.monotonic() - since
             phase = place.rpartition(", ")[2]
             if current_place != place:
@@ -268,7 +257,7 @@ class StuckReport(threading.Thread):
         """Print what each process is doing, once in each phase of each step. May be called in any thread."""
         with self._lock:
             place = self._status.where()
-            if place == self._reported or self._over.is_set():
+            if place == self._reported or self.over.is_set():
                 return
             self._reported = place
             lines = [f"stuck? {why}. What each process is doing:", *self._controller(), *self._workers()]
@@ -287,20 +276,20 @@ class StuckReport(threading.Thread):
         calls = {worker.doing(): worker for worker in workers}
         answered, _ = ray.wait(list(calls), num_returns=len(calls), timeout=ANSWER_S) if calls else ([], [])
         for ref, worker in calls.items():
-            doing: list[Doing] | None = None
-            if ref in answered:
-                try:
-                    doing = ray.get(ref, timeout=ANSWER_S)
-                except ray.exceptions.RayError as error:
-                    yield f"  {worker.name} (pid {worker.pid}): {type(error).__name__}"
-                    continue
-            if doing is None:
+            name = f"  {worker.name} (pid {worker.pid})"
+            if ref not in answered:
                 method, since = worker.asked
                 words = f", {state(worker.pid)}" if worker.pid is not None and worker.is_here else ""
                 last = f"; asked for {method} {time.monotonic() - since:.1f} s ago" if method else ""
-                yield f"  {worker.name} (pid {worker.pid}): no answer within {ANSWER_S:g} s{words}{last}"
-            elif not doing:
-                yield f"  {worker.name} (pid {worker.pid}): waits for a call"
-            for what, seconds, stack in doing or ():
-                yield f"  {worker.name} (pid {worker.pid}): {what} for {seconds:.1f} s"
+                yield f"{name}: no answer within {ANSWER_S:g} s{words}{last}"
+                continue
+            try:
+                doing: list[Doing] = ray.get(ref, timeout=ANSWER_S)
+            except ray.exceptions.RayError as error:
+                yield f"{name}: {type(error).__name__}"
+                continue
+            if not doing:
+                yield f"{name}: waits for a call"
+            for what, seconds, stack in doing:
+                yield f"{name}: {what} for {seconds:.1f} s"
                 yield from (f"    {line}" for line in stack)

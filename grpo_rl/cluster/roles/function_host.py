@@ -7,14 +7,14 @@ import os
 import queue
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
+from grpo_rl.background import Watch
 from grpo_rl.config.derived import processes_on
 from grpo_rl.config.schema.model import EnvironmentConfig
 from grpo_rl.config.schema.reward import RewardConfig
@@ -23,7 +23,7 @@ from grpo_rl.envs.runtime.environment_pool import EnvironmentPool
 from grpo_rl.envs.runtime.episode_host import HostSetup
 from grpo_rl.errors import ClusterError, RewardError
 from grpo_rl.frozen import frozen
-from grpo_rl.rewards.contract import RewardFailure, Sample
+from grpo_rl.rewards.contract import Outcome, RewardFailure, Sample
 from grpo_rl.rewards.models.judge_question import JudgeSpec
 from grpo_rl.rewards.runtime.judge_process import JudgeProcess, Share
 from grpo_rl.rewards.runtime.process import Job
@@ -36,16 +36,27 @@ if TYPE_CHECKING:
 GATHER_S, LONGEST_GATHER_S = 0.05, 1.0
 """Seconds for which outcomes gather, to be told at once, while more are to come: twice as long each time."""
 LOOK_S = 1.0
-Text: TypeAlias = "str | tuple[StoredBlock, int, int]"
-"""A response's text, or the block with its place: start and length."""
-SentJob = tuple[int, Sequence[str], bool, int, list[tuple[str, Text, Any, dict[str, Any]]]]
-"""A job on its way to a host: number, functions, whether they take lists, characters, and the arguments of each response."""
-SentOutcome = tuple[int, list[Any], bool, float]
+SentJob = tuple[int, Sequence[str], bool, int, list[Sample]]
+"""A job on its way to a host: number, functions, whether they take lists, characters, and the arguments of each response,
+whose text may be a `StoredText`."""
+SentOutcome = tuple[int, list[Outcome], bool, float]
 """Number, outcomes, whether the call failed as a whole, seconds."""
 Event = tuple[str, Any]
 """The name of a service, and what it has to say. With `broken`, why the run cannot go on; with `lost`, why not from here."""
 Tell = Callable[[str, Any], None]
 BROKEN, LOST, ENVIRONMENT = "broken", "lost", "environment"
+
+
+@frozen
+class StoredText:
+    """A response's text, as it lies in a block."""
+
+    block: StoredBlock
+    start: int
+    length: int
+
+    def __str__(self) -> str:
+        return self.block.read()["text"][self.start : self.start + self.length].tobytes().decode("utf-8", "surrogatepass")
 
 
 @frozen
@@ -159,14 +170,15 @@ class Scorer:
             self.processes.allow(batch)
             return
         try:
-            for block in {id(block): block for *_, samples in batch for block in _blocks(samples)}.values():
-                block.read()
+            for text in (sample.solution_str for *_, samples in batch for sample in samples):
+                if isinstance(text, StoredText):
+                    text.block.read()
         except Exception as error:  # of Ray's
             self._tell(LOST, f"a response is lost with the node that sampled it: {type(error).__name__}")
             return
         jobs = []
         for number, functions, batched, size, samples in batch:
-            job = Job([partial(_sample, *sample) for sample in samples], functions, batched, size)
+            job = Job([partial(Sample, *sample) for sample in samples], functions, batched, size)
             self._numbers[job] = number
             jobs.append(job)
         self.processes.put(jobs)
@@ -179,43 +191,32 @@ class Scorer:
         self.processes.close()
 
     def _done(self, jobs: Sequence[Job]) -> None:
-        outcomes = [(self._numbers.pop(job), [*map(_plain, job.outcomes)], job.failed_as_whole, job.seconds) for job in jobs]
+        outcomes = [(self._numbers.pop(job), [*map(_sent, job.outcomes)], job.failed_as_whole, job.seconds) for job in jobs]
         self._tell(self._name, outcomes)
 
 
-def _blocks(samples: Sequence[tuple[Any, ...]]) -> Iterator[StoredBlock]:
-    yield from (text[0] for _, text, *_ in samples if not isinstance(text, str))
+def _sent(outcome: Outcome) -> Outcome:
+    """Return an outcome as it can be pickled, which a read-only mapping cannot."""
+    return outcome if isinstance(outcome, RewardFailure) else outcome._replace(values=dict(outcome.values))
 
 
-def _sample(data_source: str, text: Text, ground_truth: Any, extra_info: dict[str, Any]) -> Sample:
-    if isinstance(text, str):
-        return Sample(data_source, text, ground_truth, extra_info)
-    block, start, length = text
-    of_block = block.read()["text"][start : start + length].tobytes()
-    return Sample(data_source, of_block.decode("utf-8", "surrogatepass"), ground_truth, extra_info)
+class Environments(Watch):
+    ends_within_s = 2 * LOOK_S
 
-
-def _plain(outcome: Any) -> Any:
-    return outcome if isinstance(outcome, RewardFailure) else (outcome.score, dict(outcome.values), outcome.steps)
-
-
-class Environments(threading.Thread):
     def __init__(self, spec: EnvironmentSpec, logs: Sequence[Path], tell: Tell) -> None:
-        super().__init__(name="environments", daemon=True)
         self._spec, self._logs, self._tell = spec, logs, tell
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._closed, self._ended = threading.Event(), threading.Event()
         self.is_busy = False  # each answer lets an episode go on
-        self.start()
+        super().__init__("environments")
 
     def put(self, batch: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
         for call in batch:
             self._inbox.put((None, call))
 
     def close(self) -> None:
-        self._closed.set()
+        self.over.set()
         self._inbox.put((None, None))
-        self._ended.wait(2 * LOOK_S)
+        super().close()
 
     def run(self) -> None:
         pool, config = None, self._spec.config
@@ -230,7 +231,7 @@ class Environments(threading.Thread):
                 logs=self._logs,
                 inbox=self._inbox,
             )
-            while not self._closed.is_set():
+            while not self.over.is_set():
                 if events := pool.events(LOOK_S):
                     self._tell(ENVIRONMENT, events)
         except Exception as error:  # a thread's own exception would be lost
@@ -238,7 +239,6 @@ class Environments(threading.Thread):
         finally:
             if pool is not None:
                 pool.close()
-            self._ended.set()
 
 
 def _take_over(spec: FunctionSpec) -> None:

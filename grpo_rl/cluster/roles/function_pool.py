@@ -11,9 +11,8 @@ import itertools
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,14 +21,14 @@ import ray
 from grpo_rl.cluster.processes.placement import NodeSlot
 from grpo_rl.cluster.processes.worker_group import StoredBlock, Worker, WorkerFailed, WorkerGroup, wait_all
 from grpo_rl.cluster.recovery.supervisor import Supervisor
-from grpo_rl.cluster.roles.function_host import BROKEN, ENVIRONMENT, LOST, FunctionHost, FunctionSpec, SentOutcome
+from grpo_rl.cluster.roles.function_host import BROKEN, ENVIRONMENT, LOST, FunctionHost, FunctionSpec, SentOutcome, StoredText
 from grpo_rl.cluster.session.liveness import unanswered
 from grpo_rl.columns import View
 from grpo_rl.config.schema.reward import JudgeConfig
 from grpo_rl.envs.runtime.environment_pool import Event
 from grpo_rl.errors import ClusterError, GrpoRlError
 from grpo_rl.processes.child import KILL_S
-from grpo_rl.rewards.contract import RewardFailure, RewardResult
+from grpo_rl.rewards.contract import Sample
 from grpo_rl.rewards.models.judge_question import JudgeSpec
 from grpo_rl.rewards.runtime.judge_process import share_of
 from grpo_rl.rewards.runtime.process import Job
@@ -46,10 +45,9 @@ GATHER_S = 0.01
 class FunctionPool:
     def __init__(self, worker_group: WorkerGroup, spec: FunctionSpec, cores: Sequence[int], supervisor: Supervisor) -> None:
         """`cores` has those of each host's node that its processes may use."""
-        self.worker_group, self._spec, self._supervisor = worker_group, spec, supervisor
+        self.worker_group, self.spec, self._supervisor = worker_group, spec, supervisor
         self._cores = {worker: (cores[k], k, len(cores)) for k, worker in enumerate(worker_group.workers)}
         """What each host is built from besides what all have: cores, its number, and the hosts that numbers are shared with."""
-        self._sizes: dict[Worker, dict[str, int]] = {}
         self._clients: dict[str, ScorerClient | EnvironmentClient] = {}  # called in the hosts' threads
         self._broken: GrpoRlError | None = None
         self._lock, self._closed = threading.Lock(), threading.Event()
@@ -58,13 +56,12 @@ class FunctionPool:
         return [self._build(worker) for worker in self.worker_group.workers]
 
     def _build(self, worker: Worker) -> ray.ObjectRef:
-        return worker.actor.build.remote(FunctionHost, self._spec, *self._cores[worker])
+        return worker.actor.build.remote(FunctionHost, self.spec, *self._cores[worker])
 
     def listen(self) -> str:
         """Begin to hear what happens on the hosts, which are built; return what runs where, and within which walls."""
         lines: dict[str, list[str]] = {}
         for worker, (node, sizes, walls) in zip(self.worker_group.workers, self.worker_group.call("describe"), strict=True):
-            self._sizes[worker] = sizes
             processes = ", ".join(f"{count} {name} process{'es' * (count > 1)}" for name, count in sizes.items())
             lines.setdefault("; ".join(filter(None, (processes, walls))), []).append(node)
             threading.Thread(target=self._listen, args=(worker,), name=worker.name, daemon=True).start()
@@ -75,7 +72,7 @@ class FunctionPool:
         with self._lock:
             number = FIRST_JOINED * (1 + len(self._cores))
             fresh = self.worker_group.workers[0].another(f"functions{len(self._cores)}", slot)
-            self._cores[fresh], self._sizes[fresh] = (cores, number, 1), self._spec.sizes(cores)
+            self._cores[fresh] = cores, number, 1
             self.worker_group.workers.append(fresh)
         try:
             self._begin(fresh)
@@ -92,10 +89,13 @@ class FunctionPool:
         wait_all([fresh], [self._build(fresh)], self._supervisor.start_timeout_s, f"start {fresh.name}")
         self._supervisor.watch(fresh)
         for service, client in self._clients.items():
-            client.joined(fresh, self._sizes[fresh][service])
+            self._introduce(service, client, fresh)
+
+    def _introduce(self, service: str, client: ScorerClient | EnvironmentClient, worker: Worker) -> None:
+        client.joined(worker, self.spec.sizes(self._cores[worker][0])[service])
 
     def scorer(self, service: str, done: Done, broken: Broken) -> ScorerClient:
-        spec, put = self._spec.scorers[service], partial(self._put, service)
+        spec, put = self.spec.scorers[service], partial(self._put, service)
         client = JudgeClient(spec.config, put, done, broken) if isinstance(spec, JudgeSpec) else ScorerClient(put, done, broken)
         self._enter(service, client)
         return client
@@ -116,7 +116,7 @@ class FunctionPool:
             self._clients[service] = client
             workers = list(self.worker_group.workers)
         for worker in workers:
-            client.joined(worker, self._sizes[worker][service])
+            self._introduce(service, client, worker)
         if self._broken is not None:
             client.broke(self._broken)
 
@@ -167,7 +167,7 @@ class FunctionPool:
         recoveries.failed(worker.name, str(error), "another is started in its place")
         fresh = worker.another(worker.name, worker.slot)
         with self._lock:
-            self._cores[fresh], self._sizes[fresh] = self._cores.pop(worker), self._sizes.pop(worker)
+            self._cores[fresh] = self._cores.pop(worker)
             self.worker_group.workers.append(fresh)
         try:
             self._begin(fresh)
@@ -196,8 +196,7 @@ class ScorerClient:
 
     def put(self, jobs: Sequence[Job]) -> None:
         self._waiting.extend(jobs)
-        if not self._has_new.is_set():
-            self._has_new.set()
+        self._has_new.set()
 
     def check_started(self) -> None:
         """Return at once: hosts are built when their processes are ready."""
@@ -234,10 +233,7 @@ class ScorerClient:
             sent = self._sent.get(worker, {})
             for number, outcomes, failed_as_whole, seconds in said:
                 if (job := sent.pop(number, None)) is not None:
-                    job.outcomes = [
-                        outcome if isinstance(outcome, RewardFailure) else RewardResult(*outcome) for outcome in outcomes
-                    ]
-                    job.failed_as_whole, job.seconds = failed_as_whole, seconds
+                    job.outcomes, job.failed_as_whole, job.seconds = outcomes, failed_as_whole, seconds
                     done.append(job)
             self._feed()
         self._done(done)
@@ -278,18 +274,12 @@ class JudgeClient(ScorerClient):
             self._put(worker, share)
 
 
-def _sent_sample(sample: Any) -> tuple[str, Any, Any, dict[str, Any]]:
+def _sent_sample(sample: Sample) -> Sample:
     """Return the arguments of one response; a text in the object store stays there, and goes as its place."""
-    text = sample.solution_str
-    if isinstance(text, View) and isinstance(text.block, StoredBlock):
-        return sample.data_source, (text.block, text.start, text.length), sample.ground_truth, sample.extra_info
-    return sample.data_source, str(text), sample.ground_truth, sample.extra_info
-
-
-@dataclass(slots=True)
-class _Load:
-    episodes: set[str]
-    calls: list[tuple[str, tuple[Any, ...]]]
+    text: Any = sample.solution_str
+    stays = isinstance(text, View) and isinstance(text.block, StoredBlock)
+    text = StoredText(text.block, text.start, text.length) if stays else str(text)
+    return sample._replace(solution_str=text)
 
 
 class EnvironmentClient:
@@ -301,7 +291,8 @@ class EnvironmentClient:
     def __init__(self, put: Callable[[Worker, Any], None]) -> None:
         self._put = put
         self._inbox: queue.SimpleQueue[tuple[str, Worker | None, Any]] = queue.SimpleQueue()
-        self._hosts: dict[Worker, _Load] = {}
+        self._calls: dict[Worker, list[tuple[str, tuple[Any, ...]]]] = {}
+        """What is sent to each host next."""
         self._place: dict[str, Worker] = {}
         self._unplaced: dict[str, Mapping[str, Any]] = {}
         self._awaited: set[str] = set()
@@ -324,7 +315,7 @@ class EnvironmentClient:
         self._awaited.discard(episode)
         self._unplaced.pop(episode, None)
         self._call(episode, "end", episode)
-        self._leave(episode)
+        self._place.pop(episode, None)
 
     def events(self, wait_s: float = 0.0) -> list[Event]:
         """Return what has happened, after waiting up to `wait_s` for the first event. Raises ClusterError if no more can happen."""
@@ -345,17 +336,19 @@ class EnvironmentClient:
                     raise message
                 assert worker is not None
                 if what == "joined":
-                    self._hosts.setdefault(worker, _Load(set(), []))
-                elif what == "lost" and worker in self._hosts:
-                    lost = sorted(self._hosts.pop(worker).episodes)
-                    events += [Event(episode, "lost", cause=message) for episode in lost]
+                    self._calls.setdefault(worker, [])
+                elif what == "lost":
+                    self._calls.pop(worker, None)
+                    for episode in sorted(episode for episode, host in self._place.items() if host is worker):
+                        del self._place[episode]
+                        events.append(Event(episode, "lost", cause=message))
                 elif what == "heard":
                     events += [event for event in message if self._place.get(event.episode) is worker]
                 arrived = self._inbox.get_nowait()
         for event in events:
             self._awaited.discard(event.episode)
             if event.what == "lost":
-                self._leave(event.episode)
+                self._place.pop(event.episode, None)
         return events
 
     def close(self) -> None: ...
@@ -373,27 +366,18 @@ class EnvironmentClient:
         self._inbox.put(("broke", None, why))
 
     def _call(self, episode: str, method: str, *arguments: Any) -> None:
-        if (load := self._load_of(episode)) is not None:
-            load.calls.append((method, arguments))
-
-    def _load_of(self, episode: str) -> _Load | None:
-        worker = self._place.get(episode)
-        return None if worker is None else self._hosts.get(worker)
-
-    def _leave(self, episode: str) -> None:
-        if (load := self._load_of(episode)) is not None:
-            load.episodes.discard(episode)
-        self._place.pop(episode, None)
+        if (worker := self._place.get(episode)) is not None:
+            self._calls[worker].append((method, arguments))
 
     def _send(self) -> None:
-        while self._unplaced and self._hosts:
-            worker = min(self._hosts, key=lambda host: len(self._hosts[host].episodes))
-            episode = next(iter(self._unplaced))
-            start = self._unplaced.pop(episode)
-            self._place[episode] = worker
-            self._hosts[worker].episodes.add(episode)
-            self._call(episode, "begin", episode, dict(start))
-        for worker, load in self._hosts.items():
-            if load.calls:
-                self._put(worker, load.calls)
-                load.calls = []
+        if self._unplaced and self._calls:
+            num_episodes = Counter(self._place.values())
+            for episode, start in self._unplaced.items():
+                self._place[episode] = worker = min(self._calls, key=num_episodes.__getitem__)
+                num_episodes[worker] += 1
+                self._call(episode, "begin", episode, dict(start))
+            self._unplaced.clear()
+        for worker, calls in self._calls.items():
+            if calls:
+                self._put(worker, calls)
+                self._calls[worker] = []

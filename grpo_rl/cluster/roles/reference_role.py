@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,11 +25,12 @@ if TYPE_CHECKING:
     from grpo_rl.cluster.processes.worker_group import WorkerGroup
 
 
+@dataclass(eq=False)
 class ReferenceRole:
     method: ClassVar[str] = "logprobs"
-
-    def __init__(self, worker_group: WorkerGroup, *, rule: MicroBatchRule, want_hidden: bool) -> None:
-        self.worker_group, self.rule, self.want_hidden = worker_group, rule, want_hidden
+    worker_group: WorkerGroup
+    rule: MicroBatchRule
+    want_hidden: bool
 
     def logprobs(self, batch: Batch) -> Batch:
         names = {"ref_logprobs_T": "logprobs_T"} | ({"ref_hidden_TD": "hidden_TD"} if self.want_hidden else {})
@@ -55,8 +56,8 @@ class BaseReferenceRole(ReferenceRole):
 class MovingReferenceRole(SavedRole, ReferenceRole):
     folder = "reference"
     absent = (
-        "has no reference that moves: it was written by a run without a KL term, or of another trainer.schedule; go on with that "
-        "configuration, or start anew with trainer.resume_mode=disable"
+        "reference that moves: it was written by a run without a KL term, or of another trainer.schedule; go on with that "
+        "configuration"
     )
 
     def become(self, actor: ActorRole) -> None:
@@ -74,14 +75,15 @@ class Teacher:
     arguments: tuple[Any, ...] = ()
 
 
+@dataclass(eq=False)
 class TeacherRole:
     """The `protocols.Teacher`: each rollout has one of the teachers, frozen models or the policy as it is."""
 
-    def __init__(
-        self, teachers: Sequence[Teacher], *, rule: MicroBatchRule, top: tuple[int, int] | None, renderer: Renderer
-    ) -> None:
-        """`top`: so many likeliest tokens of the teacher are wanted, of the first so many ids; None: none."""
-        self.teachers, self.rule, self.top, self.renderer = teachers, rule, top, renderer
+    teachers: Sequence[Teacher]
+    rule: MicroBatchRule
+    top: tuple[int, int] | None
+    """So many likeliest tokens of the teacher are wanted, of the first so many ids; None: none."""
+    renderer: Renderer
 
     def logprobs(self, batch: Batch, rollouts: Sequence[Rollout] = ()) -> tuple[Batch, Metrics]:
         """Return the batch with its teachers' columns, which stay with the ranks, and how far each is from what was sampled."""

@@ -13,18 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grpo_rl.data.balance import cut_shards, split_over_ranks
+from grpo_rl.cluster.roles.trained_roles import Dispatched
+from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.errors import ClusterError, ConfigError
 from grpo_rl.models.heads import load_score_config
 from grpo_rl.models.load import load_tokenizer
 from grpo_rl.plan.decisions import Plan
-from grpo_rl.protocols import Rewarder
-from grpo_rl.rewards.combined import REWARD_MODEL, CombinedRewarder, ModelReward
+from grpo_rl.rewards.combined import REWARD_MODEL
 from grpo_rl.rewards.contract import Outcome, RewardFailure, RewardResult
 from grpo_rl.rewards.models.rendering import Scorable, ScorableRenderer, tokenizer_for
 from grpo_rl.rewards.steps import Decode
-from grpo_rl.types import Rollout
-from grpo_rl.workers.specs import ScoreBatch
+from grpo_rl.types import Batch, Rollout
 
 if TYPE_CHECKING:
     from grpo_rl.cluster.processes.worker_group import WorkerGroup
@@ -108,21 +107,11 @@ class RewardModelRole:
         rendered = [self.renderer(rollout) for rollout in rollouts]
         results: list[Outcome | None] = [self._without_model(scorable) for scorable in rendered]
         rows = [index for index, result in enumerate(results) if result is None]
-        lengths = [len(rendered[row].token_ids) for row in rows]
         if rows:
-            shards = split_over_ranks(lengths, len(self.worker_group))
-            planned = cut_shards(shards, lengths, max_tokens=self.pass_tokens)
-            batches = [[[rows[i] for i in micro_batch] for micro_batch in rank] for rank in planned]
-            arguments = [
-                ([score_batch([rendered[row] for row in part]) if part else None for part in rank],) for rank in batches
-            ]
-            answers = self.worker_group.call_each("scores", arguments)
-            for rank, columns in zip(batches, answers, strict=True):
-                for part, column in zip(rank, columns, strict=True):
-                    if part:
-                        values = column.split([len(rendered[row].positions) for row in part])
-                        for row, scores in zip(part, values, strict=True):
-                            results[row] = model_score(rendered[row], scores.tolist())
+            batch, rule = scored_batch([rendered[row] for row in rows]), MicroBatchRule(self.pass_tokens, None)
+            scores_T = Dispatched.to(self.worker_group, batch, rule).compute(rule, "scores", {"": "scores_T"})[""].read()
+            for row, scores in zip(rows, scores_T.split(batch.trained_lengths_N.tolist()), strict=True):
+                results[row] = model_score(rendered[row], scores.tolist())
         return [result for result in results if result is not None]
 
     def _without_model(self, scorable: Scorable) -> Outcome | None:
@@ -137,14 +126,23 @@ class RewardModelRole:
         return None if scorable.positions else RewardResult(0.0, steps=())
 
 
-def score_batch(scorables: Sequence[Scorable]) -> ScoreBatch:
+def scored_batch(scorables: Sequence[Scorable]) -> Batch:
+    """Return a batch whose trained tokens are those with a score."""
     token_ids: list[int] = []
     positions: list[int] = []
     for scorable in scorables:
         positions += [len(token_ids) + position for position in scorable.positions]
         token_ids += scorable.token_ids
-    lengths = [len(scorable.token_ids) for scorable in scorables]
-    return ScoreBatch(torch.tensor(token_ids), torch.tensor(lengths), torch.tensor(positions))
+    zeros_N = torch.zeros(len(scorables), dtype=torch.long)
+    return Batch(
+        prompt_lengths_N=zeros_N,
+        response_lengths_N=torch.tensor([len(scorable.token_ids) for scorable in scorables]),
+        group_N=torch.arange(len(scorables)),
+        token_ids_S=torch.tensor(token_ids),
+        rewards_N=zeros_N,
+        positions_T=torch.tensor(positions),
+        trained_lengths_N=torch.tensor([len(scorable.positions) for scorable in scorables]),
+    )
 
 
 def model_score(scorable: Scorable, scores: Sequence[float]) -> Outcome:
@@ -158,35 +156,7 @@ def model_score(scorable: Scorable, scores: Sequence[float]) -> Outcome:
     return RewardResult(mean, values, tuple(zip(scorable.step_tokens, scores, strict=True)))
 
 
-class ModelRewards:
-    """The reward model, whose settings and tokenizer lie in `folder`, if the plan has it, beside rules and a judge.
-
-    Raises ConfigError for a model that cannot be used.
-    """
-
-    def __init__(self, plan: Plan, folder: str, tokenizer: Any, decode: Decode) -> None:
-        self._plan, self._config = plan, plan.config.reward
-        scores = plan.reward.scores and plan.role("reward_model") is not None
-        self._model = _prepare(plan, folder, tokenizer, decode) if scores else None
-
-    def beside(self, rules: Rewarder | None, scorers: WorkerGroup | None, judge: ModelReward | None) -> CombinedRewarder:
-        models: list[ModelReward] = []
-        if self._model is not None:
-            assert scorers is not None
-            models.append(self._model(scorers))
-        if judge is not None:
-            models.append(judge)
-        return CombinedRewarder(
-            rules,
-            models,
-            self._config,
-            models_alone=self._plan.config.is_iterated,
-            episodes=self._plan.config.rollout.multi_turn if self._plan.plays_episodes else None,
-            every_turn="states" in self._plan.advantage_needs,
-        )
-
-
-def _prepare(plan: Plan, folder: str, tokenizer: Any, decode: Decode) -> Callable[[WorkerGroup], RewardModelRole]:
+def prepared(plan: Plan, folder: str, tokenizer: Any, decode: Decode) -> Callable[[WorkerGroup], RewardModelRole]:
     """Read config and tokenizer of the reward model in `folder`; return what makes the role over its processes.
 
     One that is trained may start as a causal LM. Raises ConfigError for what cannot be a reward model of this policy.

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
@@ -93,6 +94,7 @@ class Ledger(Generic[W]):
 OnLoss = Callable[[Worker, WorkerFailed], None]
 
 
+@dataclass(eq=False)
 class Transfer:
     """A transfer of the actor's weights to the engines, in the way that `checkpoint_engine.backend` names.
 
@@ -106,25 +108,21 @@ class Transfer:
     rank's does.
     """
 
-    def __init__(
-        self,
-        backend: WeightBackend,
-        actors: WorkerGroup,
-        engines: WorkerGroup,
-        devices_per_engine: int,
-        start_timeout_s: float,
-        *,
-        verify: bool = False,
-    ) -> None:
-        """`start_timeout_s` is how long the members of a group by NCCL wait for each other; with `verify` checksums are compared."""
-        self._start_timeout_s = start_timeout_s
-        self.backend, self.actors, self.verify = backend, actors, verify
-        self._devices_per_engine = devices_per_engine
-        self._connected: tuple[Worker, ...] = ()
-        """The members of the NCCL group: the rank that sends, and the engines in their order."""
-        self.call_timeout_s = engines.call_timeout_s
-        if backend == "nccl":
-            self._connect(engines.workers)
+    backend: WeightBackend
+    actors: WorkerGroup
+    engines: WorkerGroup
+    devices_per_engine: int
+    start_timeout_s: float
+    """How long the members of a group by NCCL wait for each other."""
+    verify: bool = False
+    """True if checksums are compared."""
+    _connected: tuple[Worker, ...] = ()
+    """The members of the NCCL group: the rank that sends, and the engines in their order."""
+
+    def __post_init__(self) -> None:
+        self.call_timeout_s = self.engines.call_timeout_s
+        if self.backend == "nccl":
+            self._connect(self.engines.workers)
 
     def run(self, engines: list[Worker], on_loss: OnLoss) -> int:
         """Send every tensor to every engine; return the number of bytes of one copy, 0 if no engine is left.
@@ -172,11 +170,11 @@ class Transfer:
     def _connect(self, engines: Sequence[Worker]) -> None:
         """Connect rank 0 of the actor and every process of these engines in one NCCL group, in place of the last one."""
         address, _, port = self.actors.where(self.actors.call_timeout_s)[0]
-        step = self._devices_per_engine
+        step = self.devices_per_engine
         world_size = 1 + step * len(engines)
         workers = [self.actors.workers[0], *engines]
         offsets = [0, *(1 + step * i for i in range(len(engines)))]
-        places = [NcclRendezvous(address, port, world_size, offset, self._start_timeout_s) for offset in offsets]
+        places = (NcclRendezvous(address, port, world_size, offset, self.start_timeout_s) for offset in offsets)
         refs = [worker.call("connect", place) for worker, place in zip(workers, places, strict=True)]
         wait_all(workers, refs, self.actors.call_timeout_s, "connect for weight transfer")
         self._connected = tuple(workers)
@@ -216,16 +214,9 @@ class ReplicaPool(RequestPool):
     called.
     """
 
-    def __init__(
-        self,
-        replicas: Replicas,
-        transfer: Transfer | None,
-        options: PoolOptions,
-    ) -> None:
+    def __init__(self, replicas: Replicas, transfer: Transfer | None, options: PoolOptions) -> None:
         super().__init__(options.max_staleness)
-        self.replicas = replicas
-        self.transfer = transfer
-        self.options = options
+        self.replicas, self.transfer, self.options = replicas, transfer, options
         self._actor: ActorRole | None = None
         self._sleeping: set[Worker] = set(replicas.serving) if options.starts_asleep else set()
         self._keeps_weights = False
@@ -282,8 +273,8 @@ class ReplicaPool(RequestPool):
             self._updates_in_flight = all(answers.values()) if answers else None
         return self._updates_in_flight is not False
 
-    def _settle(self, calls: Mapping[Worker, ray.ObjectRef], method: str) -> dict[Worker, Any]:
-        return settle(calls, self.options.step_timeout_s, f"rollout.{method}", self.replicas.failed)
+    def _settle(self, calls: Mapping[Worker, ray.ObjectRef], method: str, on_loss: OnLoss | None = None) -> dict[Worker, Any]:
+        return settle(calls, self.options.step_timeout_s, f"rollout.{method}", on_loss or self.replicas.failed)
 
     def _build_lost(self) -> None:
         """Build replacements that share GPUs with ranks. No rank works now; before, memory for an engine was not there."""
@@ -307,8 +298,7 @@ class ReplicaPool(RequestPool):
             self.replicas.failed(worker, error)
 
         def call(method: str, *arguments: Any, only: Collection[Worker] = workers) -> dict[Worker, Any]:
-            calls = {worker: worker.call(method, *arguments) for worker in alive if worker in only}
-            return settle(calls, self.options.step_timeout_s, f"rollout.{method}", left)
+            return self._settle({worker: worker.call(method, *arguments) for worker in alive if worker in only}, method, left)
 
         sleeping = self._sleeping.intersection(workers)
         call("wake_up", "weights", only=sleeping)
@@ -360,12 +350,11 @@ class ReplicaPool(RequestPool):
                 patience = self._patience(next(iter(requests.values())))
                 reports, block = worker.call_for_two("report", further.get(worker, []), POLL_S, *patience)
                 self._polls[reports] = (worker, StoredBlock(block))
+        news = []
         if self._polls:
-            done = ray.wait(list(self._polls), num_returns=1, timeout=wait_s)[0]
+            news = [self._take(ref) for ref in ray.wait(list(self._polls), num_returns=1, timeout=wait_s)[0]]
         else:
-            done = []
             self.replicas.wait(min(wait_s, POLL_S))
-        news = [self._take(ref) for ref in done]
         self._quiet_s = 0.0 if any(news) else self._quiet_s + time.monotonic() - began
         if self._quiet_s > self.options.step_timeout_s:
             waiting = ", ".join(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -89,12 +89,13 @@ class Dispatched:
         for index in chosen_set:
             unit_lengths[index if self.units is None else self.units[index]].append(lengths[index])
         # What stays together is never cut.
-        max_rollouts, max_tokens = rule.max_rollouts, rule.max_tokens
-        max_rollouts = None if max_rollouts is None else max([max_rollouts, *map(len, unit_lengths.values())])
-        max_tokens = None if max_tokens is None else max([max_tokens, *map(sum, unit_lengths.values())])
-        prompts = _prompts(self.batch, rule)
         cut = cut_shards(
-            shards, chosen_lengths, max_tokens=max_tokens, max_rollouts=max_rollouts, units=self.units, prompts=prompts
+            shards,
+            chosen_lengths,
+            max_tokens=rule.max_tokens and max([rule.max_tokens, *map(sum, unit_lengths.values())]),
+            max_rollouts=rule.max_rollouts and max([rule.max_rollouts, *map(len, unit_lengths.values())]),
+            units=self.units,
+            prompts=_prompts(self.batch, rule),
         )
         return [[tuple(row[index] for index in indices) for indices in rank] for rank in cut]
 
@@ -103,8 +104,8 @@ class Dispatched:
         lengths_N = self.batch.trained_lengths_N
         planned = self.micro_batches((lengths_N > 0).nonzero()[:, 0].tolist(), rule)
         orders = [[shard[row] for rows in rank for row in rows] for shard, rank in zip(self.shards, planned, strict=True)]
-        shard_arguments = [(stored, rank, *arguments) for stored, rank in zip(self.stored, planned, strict=True)]
-        results = self.ranks.call_for_two(method, _for_every_rank(shard_arguments, rule))[:: rule.sequence_ranks]
+        shard_arguments = ((stored, rank, *arguments) for stored, rank in zip(self.stored, planned, strict=True))
+        results = _by_shards(self.ranks.call_for_two, method, shard_arguments, rule)
         finite, blocks = all(is_finite for is_finite, _ in results), [block for _, block in results]
         return {key: RemoteColumn.of_results(name, blocks, orders, lengths_N, finite=finite) for key, name in names.items()}
 
@@ -142,9 +143,9 @@ class Dispatched:
             for rank_steps, shard, rows, forward_rows in zip(steps, self.shards, planned, without_backward, strict=True):
                 selected_T = None if selected is None else selected[number][batch.token_index(shard)]
                 rank_steps.append(OptimizerStep(counts[number], tuple(rows), tuple(forward_rows), entropy_coeff, selected_T))
-        arguments = list(zip(self.stored, self._updates(batch, names, steps), strict=True))
+        arguments = zip(self.stored, self._updates(batch, names, steps), strict=True)
         method = "update" if whole is None else "forward_backward"
-        results = self.ranks.call_each(method, _for_every_rank(arguments, rule))[:: rule.sequence_ranks]
+        results = _by_shards(self.ranks.call_each, method, arguments, rule)
         return combine_stats(results, counts, self.ranks.role) if whole is None else {}
 
     def _updates(self, batch: Batch, names: Sequence[str], steps: Sequence[Sequence[OptimizerStep]]) -> list[Update]:
@@ -168,9 +169,11 @@ def _prompts(batch: Batch, rule: MicroBatchRule) -> Prompts | None:
     return Prompts(batch.group_N.tolist(), batch.prompt_lengths_N.tolist()) if rule.shares_prompts else None
 
 
-def _for_every_rank(arguments: Sequence[tuple[Any, ...]], rule: MicroBatchRule) -> list[tuple[Any, ...]]:
-    """Return the arguments of every rank from those of every shard: ranks that compute a pass together have the same shard."""
-    return [shard_arguments for shard_arguments in arguments for _ in range(rule.sequence_ranks)]
+def _by_shards(
+    call: Callable[[str, list[Any]], list[Any]], method: str, arguments: Iterable[Any], rule: MicroBatchRule
+) -> list[Any]:
+    """Return the result of each shard from its arguments: ranks that compute a pass together have the same shard."""
+    return call(method, [of_shard for of_shard in arguments for _ in range(rule.sequence_ranks)])[:: rule.sequence_ranks]
 
 
 def mini_batches(batch: Batch, num_groups: int, seeds: Sequence[int | None]) -> list[list[int]]:
@@ -222,7 +225,7 @@ class SavedRole:
     folder: ClassVar[str] = ""
     """The role's folder in a checkpoint; empty for the checkpoint itself."""
     absent: ClassVar[str] = ""
-    """The error of a checkpoint without that folder: what it does not have, why, and what to do."""
+    """Of a checkpoint without that folder: what it does not have, why, and what to do."""
     own_file: ClassVar[str | None] = None
     """The file with the role's state in the controller; None if it has none."""
 
@@ -250,7 +253,7 @@ class SavedRole:
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote. Raises CheckpointError for a checkpoint of a run without this role."""
         if not (folder / self.folder).is_dir():
-            raise CheckpointError(f"{folder} {self.absent}")
+            raise CheckpointError(f"{folder} has no {self.absent}, or start anew with trainer.resume_mode=disable")
         self.worker_group.call("load", str(folder / self.folder))
         if self.own_file is not None:
             self.load_own_state(json.loads((folder / self.own_file).read_text()))
@@ -425,10 +428,7 @@ class ActorRole(TrainedRole):
 
 class CriticRole(TrainedRole):
     folder = "critic"
-    absent = (
-        "has no critic: it was written by a run whose estimator needed none; go on with that algorithm.adv_estimator, "
-        "or start anew with trainer.resume_mode=disable"
-    )
+    absent = "critic: it was written by a run whose estimator needed none; go on with that algorithm.adv_estimator"
 
     def __init__(self, worker_group: WorkerGroup, *, rule: MicroBatchRule, mini_batch_size: int, epochs: int) -> None:
         super().__init__(worker_group, rule)
@@ -458,10 +458,7 @@ class CriticRole(TrainedRole):
 
 class TrainedRewardModelRole(TrainedRole):
     folder = "reward_model"
-    absent = (
-        "has no reward model: it was written by a run that trained none; go on with that trainer.schedule, or start anew with "
-        "trainer.resume_mode=disable"
-    )
+    absent = "reward model: it was written by a run that trained none; go on with that trainer.schedule"
 
     def __init__(self, worker_group: WorkerGroup, *, rule: MicroBatchRule, pairs: bool, tokenizer: Any = None) -> None:
         super().__init__(worker_group, rule, tokenizer)

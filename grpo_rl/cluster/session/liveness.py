@@ -9,14 +9,14 @@ import os
 import re
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from grpo_rl.background import Watch
 from grpo_rl.errors import ClusterError
 
 CONNECT_S = 3.0
@@ -39,8 +39,7 @@ def refuse_unreachable(address: str) -> None:
     match = _HOST_PORT.match(address)
     if match is None:
         return
-    reason = unanswered((match[1], int(match[2])))
-    if reason is not None:
+    if (reason := unanswered((match[1], int(match[2])))) is not None:
         raise ClusterError(
             f"no Ray cluster at {address}: {reason}; start it (ray start --head), or mend ray_kwargs.ray_init.address "
             "or the variable RAY_ADDRESS"
@@ -103,10 +102,9 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def unanswered(address: tuple[str, int] | str) -> str | None:
     """Return why no connection is taken at a host and port, or at the path of a Unix socket; None if one is."""
-    family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
     try:
         if isinstance(address, str):
-            with closing(socket.socket(family)) as probe:
+            with socket.socket(socket.AF_UNIX) as probe:
                 probe.settimeout(CONNECT_S)
                 probe.connect(address)
         else:
@@ -116,8 +114,10 @@ def unanswered(address: tuple[str, int] | str) -> str | None:
     return None
 
 
-class ClusterWatch(threading.Thread):
+class ClusterWatch(Watch):
     """Calls `on_lost` once, with the cause, if the cluster has gone."""
+
+    ends_within_s = CONNECT_S + LOOK_S
 
     def __init__(
         self,
@@ -125,18 +125,12 @@ class ClusterWatch(threading.Thread):
         on_lost: Callable[[str], None],
         patience_s: float = LOCAL_PATIENCE_S,
     ) -> None:
-        super().__init__(name="cluster", daemon=True)
         self.places, self.on_lost, self.patience_s = dict(places), on_lost, patience_s
-        self._over = threading.Event()
-        self.start()
-
-    def close(self) -> None:
-        self._over.set()
-        self.join(CONNECT_S + LOOK_S)
+        super().__init__("cluster")
 
     def run(self) -> None:
         since = dict.fromkeys(self.places, time.monotonic())
-        while not self._over.wait(LOOK_S):
+        while not self.over.wait(LOOK_S):
             for name, address in self.places.items():
                 began = time.monotonic()
                 reason = unanswered(address)
@@ -145,7 +139,7 @@ class ClusterWatch(threading.Thread):
                     continue
                 # What a controller that stood still itself has missed does not count: only looks that failed do.
                 silent_s = began - since[name]
-                if silent_s > self.patience_s and not self._over.is_set():
+                if silent_s > self.patience_s and not self.over.is_set():
                     self.on_lost(f"the Ray cluster is lost: {name} has not answered for {silent_s:.1f} s ({reason})")
                     return
 
@@ -155,7 +149,7 @@ def is_only_on_loopback(address: str) -> bool:
     if host not in ("127.0.0.1", "localhost") or not port.isdigit():
         return False
     try:
-        with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+        with socket.socket(type=socket.SOCK_DGRAM) as probe:
             probe.connect(("192.0.2.1", 9))  # sends nothing, and chooses the interface to other machines
             local_address = probe.getsockname()[0]
         socket.create_connection((local_address, int(port)), timeout=OWN_ADDRESS_S).close()
@@ -211,9 +205,8 @@ def own_token() -> str | None:
 
 def refuse_open_cluster(address: str, *, allowed: bool) -> None:
     if not allowed and answers_without_token(address):
-        first = ".".join(map(str, KNOWS_TOKENS))
         raise ClusterError(
             f"the Ray cluster at {address} takes commands from any process that reaches it: start it with RAY_AUTH_MODE=token "
-            f"(Ray {first} or newer; installed here is {version('ray')}), or set {ALLOW_KEY}=true where the network itself "
+            f"(Ray {'.'.join(map(str, KNOWS_TOKENS))} or newer; installed here is {version('ray')}), or set {ALLOW_KEY}=true where the network itself "
             "keeps others out"
         )

@@ -14,12 +14,13 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from grpo_rl.background import has_ended, in_background
 from grpo_rl.cluster.processes.environment import environment_of
 from grpo_rl.cluster.session import launcher, liveness
 from grpo_rl.cluster.session.launcher import Session
@@ -27,6 +28,7 @@ from grpo_rl.config.schema.tree import RayInitConfig
 from grpo_rl.config.secrets import remember
 from grpo_rl.errors import ClusterError, DataError
 from grpo_rl.machine_memory import machine_memory
+from grpo_rl.processes import child
 from grpo_rl.processes.family import shielded, started
 from grpo_rl.rollout.engine_environment import SESSION_FOLDER
 from grpo_rl.run_files import read_json
@@ -98,62 +100,51 @@ def connecting(
     cause, if the cluster has gone. `alone`: only one worker computes. What `ray start` prints goes to the
     file `log`.
     """
-    set_environment(config.address or os.environ.get("RAY_ADDRESS"))
+    address = config.address or os.environ.get("RAY_ADDRESS")
+    set_environment(address)
     with watched(record) as folder:
-        connection = Connection(config, num_cpus, folder, on_lost, log or folder / LOG_OF_RAY, environment_of(alone=alone))
-        connection.start()
+        log = log or folder / LOG_OF_RAY
+        connection = Connection(config, address, num_cpus, folder, on_lost, log, environment_of(alone=alone))
         try:
             yield connection
         finally:
             connection.close()
 
 
-class Connection(threading.Thread):
+@dataclass(eq=False)
+class Connection:
     """The connection to Ray, started or found: seconds in which this process mostly waits."""
 
-    def __init__(
-        self,
-        config: RayInitConfig,
-        num_cpus: int,
-        folder: Path,
-        on_lost: Callable[[str], None] | None,
-        log: Path,
-        environment: Mapping[str, str],
-    ) -> None:
-        super().__init__(name="connecting to Ray", daemon=True)
-        self._config, self._num_cpus, self._folder, self._environment = config, num_cpus, folder, environment
-        self._address = config.address or os.environ.get("RAY_ADDRESS")
-        self._log, self._on_lost = log, on_lost
-        self._watches: list[liveness.ClusterWatch] = []
-        self._error: BaseException | None = None
-        self._is_ours = False
-        """False for a Ray to which this process was connected before."""
-        self._tried = threading.Event()
+    config: RayInitConfig
+    address: str | None
+    """Of a cluster that is there; None for a local Ray."""
+    num_cpus: int
+    folder: Path
+    on_lost: Callable[[str], None] | None
+    log: Path
+    environment: Mapping[str, str]
+    _watches: list[liveness.ClusterWatch] = field(default_factory=list)
+    _is_ours: bool = False
+    """False for a Ray to which this process was connected before."""
 
-    def run(self) -> None:
-        try:
-            self._connect()
-        except BaseException as error:  # raised again by `connected`
-            self._error = error
-        finally:
-            self._tried.set()
-
-    @property
-    def has_tried(self) -> bool:
-        return self._tried.is_set()
+    def __post_init__(self) -> None:
+        self.trial = in_background("connecting to Ray", self._connect)
 
     def connected(self) -> None:
-        if not self._tried.wait(START_S):
+        if not has_ended(self.trial, START_S):
             raise ClusterError(f"Ray did not start within {START_S:g} s: is this machine, or the cluster's head, very busy?")
-        if self._error is not None:
-            raise self._error
+        self.trial.result(0.0)
 
     def watch_nodes(self, raylets: Mapping[str, tuple[str, int]]) -> None:
-        if self._on_lost is not None and self._address:
-            self._watches.append(liveness.ClusterWatch(raylets, self._on_lost, liveness.NODE_PATIENCE_S))
+        if self.address:
+            self._watch(raylets, liveness.NODE_PATIENCE_S)
+
+    def _watch(self, places: Mapping[str, tuple[str, int] | str], patience_s: float) -> None:
+        if self.on_lost is not None:
+            self._watches.append(liveness.ClusterWatch(places, self.on_lost, patience_s))
 
     def close(self) -> None:
-        self._tried.wait(START_S)
+        has_ended(self.trial, START_S)
         for watch in self._watches:
             watch.close()
         if self._is_ours:
@@ -162,33 +153,30 @@ class Connection(threading.Thread):
             ray.shutdown()
 
     def _connect(self) -> None:
-        if self._address:
-            liveness.refuse_unreachable(self._address)
-            liveness.refuse_raylet_of_others(self._address)
-        address = self._address or self._start()
+        if self.address:
+            liveness.refuse_unreachable(self.address)
+            liveness.refuse_raylet_of_others(self.address)
+        address = self.address or self._start()
         import ray
 
         try:
             with kept_answer_to_sigterm():
                 ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
         except Exception as error:
-            raise liveness.why_not_connected(self._address, error) from error
+            raise liveness.why_not_connected(self.address, error) from error
         self._is_ours = True
         head = str(ray.get_runtime_context().gcs_address)
-        liveness.refuse_open_cluster(head, allowed=self._config.allow_insecure)
-        if self._on_lost is not None:
-            host, _, port = head.rpartition(":")
-            places: dict[str, tuple[str, int] | str] = {"its head (gcs_server)": (host, int(port))}
-            patience_s = liveness.REMOTE_PATIENCE_S
-            if not self._address:
-                places["its raylet"] = str(ray.nodes()[0]["RayletSocketName"])
-                patience_s = liveness.LOCAL_PATIENCE_S
-            self._watches.append(liveness.ClusterWatch(places, self._on_lost, patience_s))
+        liveness.refuse_open_cluster(head, allowed=self.config.allow_insecure)
+        host, _, port = head.rpartition(":")
+        places: dict[str, tuple[str, int] | str] = {"its head (gcs_server)": (host, int(port))}
+        if not self.address:
+            places["its raylet"] = str(ray.nodes()[0]["RayletSocketName"])
+        self._watch(places, liveness.REMOTE_PATIENCE_S if self.address else liveness.LOCAL_PATIENCE_S)
 
     def _start(self) -> str:
         """Start a local Ray and return its address, the loopback's. Raises ClusterError."""
         port, client_port, agent_port = free_ports(3)
-        store = self._config.object_store_memory or store_bytes(*machine_memory()[:2], shutil.disk_usage("/dev/shm").free)
+        store = self.config.object_store_memory or store_bytes(*machine_memory()[:2], shutil.disk_usage("/dev/shm").free)
         options = {
             "node-ip-address": LOOPBACK,
             "port": port,
@@ -197,32 +185,26 @@ class Connection(threading.Thread):
             "dashboard-agent-listen-port": agent_port,
             "min-worker-port": 0,  # any: two sessions would take the same ones of Ray's range
             "max-worker-port": 0,
-            "num-cpus": self._config.num_cpus or self._num_cpus,
+            "num-cpus": self.config.num_cpus or self.num_cpus,
             "object-store-memory": store,
             # Ray lets all users write into this folder (mode 1777); the one around it is this user's alone.
-            "temp-dir": self._folder / OF_RAY,
+            "temp-dir": self.folder / OF_RAY,
             "include-dashboard": "false",
             "include-log-monitor": "false",
         }
         words = ["start", "--head", "--no-monitor", "--disable-usage-stats"]
         words += [f"--{name}={value}" for name, value in options.items()]
-        with shielded(), self._log.open("ab") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "ray.scripts.scripts", *words],
-                env={**NEVER_GIVEN_UP, **os.environ, **self._environment},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+        with self.log.open("ab") as output:
+            variables = {**NEVER_GIVEN_UP, **os.environ, **self.environment}
+            process = child.start("ray.scripts.scripts", words, output, environment=variables)
         try:
             code = process.wait(START_S)
         except subprocess.TimeoutExpired:
             process.kill()
             raise ClusterError(f"`ray start` did not end within {START_S:g} s: is this machine very busy?") from None
         if code:
-            lines = self._log.read_text(errors="replace").strip().splitlines()
-            raise ClusterError(f"a local Ray did not start: {lines[-1] if lines else f'exit code {code}'}\n  log: {self._log}")
+            lines = self.log.read_text(errors="replace").strip().splitlines()
+            raise ClusterError(f"a local Ray did not start: {lines[-1] if lines else f'exit code {code}'}\n  log: {self.log}")
         return f"{LOOPBACK}:{port}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,16 +49,11 @@ def poll_all(worker: RolloutWorker, count: int) -> list[Completion]:
 
 
 def test_what_was_submitted_is_polled_exactly_once(worker: RolloutWorker) -> None:
-    before = worker.stats()
     requests = requests_for("once", 20)
     worker.submit(requests)
     ended = poll_all(worker, 20)
     assert sorted(completion.request_id for completion in ended) == sorted(request.request_id for request in requests)
     assert worker.poll(timeout_s=0.01) == []
-    after = worker.stats()
-    assert after["num_responses"] - before["num_responses"] == 20
-    assert after["num_tokens"] - before["num_tokens"] == 160
-    assert after["busy_s"] > before["busy_s"]
 
 
 def test_a_patient_poll_returns_what_ends_within_its_time_together_and_at_once_where_no_more_can_come(
@@ -82,23 +78,23 @@ def test_a_callers_mistake_is_raised_to_the_caller_and_the_worker_goes_on(worker
     assert len(poll_all(worker, 2)) == 2
 
 
-def test_aborting_forgets_running_and_unpolled_responses(worker: RolloutWorker) -> None:
-    worker.submit(requests_for("gone", 12, max_tokens=200))
-    worker.abort_all()
-    assert worker.poll(timeout_s=0.05) == []
-    worker.sleep()
-    worker.wake_up()
-    worker.submit(requests_for("gone", 2))
-    assert {completion.request_id for completion in poll_all(worker, 2)} == {"gone-0", "gone-1"}
+class CountingWorker(RolloutWorker):
+    """A worker that counts the steps of its engine."""
+
+    num_steps = 0
+
+    def _step(self, engine: Any) -> None:
+        super()._step(engine)
+        self.num_steps += 1
 
 
 def test_an_error_in_a_step_loses_no_response_that_ended_and_is_raised_by_every_later_call(
     make_spec: Callable[[str], EngineSpec],
 ) -> None:
-    worker = RolloutWorker(make_spec(f"{FAULTY}:fails_in_third_step"), START_S, START_S)
+    worker = CountingWorker(make_spec(f"{FAULTY}:fails_in_third_step"), START_S, START_S)
     worker.submit([*requests_for("short", 1, max_tokens=1), *requests_for("long", 1, max_tokens=9)])
     deadline = time.monotonic() + 60
-    while worker.stats()["num_steps"] < 2:
+    while worker.num_steps < 2:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert [completion.request_id for completion in worker.poll(timeout_s=0)] == ["short-0"]

@@ -206,7 +206,7 @@ class Ranks(WorkerGroup):
 
     def store(self, values: Sequence[Any]) -> list[Stored]:
         self.num_stored += len(values)
-        return [Stored(self._send(value), f"{self.num_stored}/{number}") for number, value in enumerate(values)]
+        return [Stored(self._send(value)) for value in values]
 
     def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         if method == "update":

@@ -16,8 +16,7 @@ from grpo_rl.errors import ClusterError
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.rewards.contract import RewardResult
 from grpo_rl.rewards.models.rendering import ScorableRenderer
-from grpo_rl.types import Prompt, Rollout
-from grpo_rl.workers.specs import ScoreBatch
+from grpo_rl.types import Batch, Prompt, Rollout
 
 TOKENIZER = build_tokenizer(128)
 PROMPT = tuple(TOKENIZER("ab")["input_ids"])
@@ -33,25 +32,32 @@ class Ranks:
     def __init__(self, size: int = 1) -> None:
         self.size = size
         self.call_timeout_s = 20.0
-        self.calls: list[list[list[ScoreBatch | None]]] = []
+        self.calls: list[list[list[Batch | None]]] = []
         self.called = threading.Event()
         self.error: Exception | None = None
 
     def __len__(self) -> int:
         return self.size
 
-    def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def store(self, values: Sequence[Batch]) -> Sequence[Batch]:
+        return values
+
+    def call_for_two(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[tuple[bool, dict[str, Any]]]:
         assert method == "scores" and len(arguments) == self.size
-        self.calls.append([parts for (parts,) in arguments])
+        passes = [[shard.select(list(rows)) if rows else None for rows in parts] for shard, parts in arguments]
+        self.calls.append(passes)
         self.called.set()
         if self.error is not None:
             raise self.error
-        return [[None if part is None else self.scores(part) for part in parts] for (parts,) in arguments]
+        none = torch.zeros(0)
+        scores = [torch.cat([none if part is None else self.scores(part) for part in parts]) for parts in passes]
+        return [(bool(scores_T.isfinite().all()), {"scores_T": scores_T.numpy()}) for scores_T in scores]
 
-    def scores(self, batch: ScoreBatch) -> torch.Tensor:
-        starts = batch.lengths_N.cumsum(0) - batch.lengths_N
-        place_S = torch.arange(len(batch.token_ids_S)) - torch.repeat_interleave(starts, batch.lengths_N)
-        return (100 * place_S + batch.token_ids_S)[batch.positions_P].float()
+    def scores(self, batch: Batch) -> torch.Tensor:
+        lengths_N = batch.sequence_lengths_N
+        starts = lengths_N.cumsum(0) - lengths_N
+        place_S = torch.arange(len(batch.token_ids_S)) - torch.repeat_interleave(starts, lengths_N)
+        return (100 * place_S + batch.token_ids_S)[batch.positions()].float()
 
 
 def rollout(sample: int, text: str) -> Rollout:
@@ -112,8 +118,8 @@ def test_steps_are_scored_at_their_last_token_and_the_response_by_their_mean():
 
 def test_a_score_that_is_no_number_an_unknown_token_and_a_rollout_that_is_too_long_fail_alone():
     class Broken(Ranks):
-        def scores(self, batch: ScoreBatch) -> torch.Tensor:
-            return torch.where(batch.lengths_N == 3, math.nan, super().scores(batch))
+        def scores(self, batch: Batch) -> torch.Tensor:
+            return torch.where(batch.sequence_lengths_N == 3, math.nan, super().scores(batch))
 
     group = make(Broken(), max_length=8, vocab_size=max(*PROMPT, *TOKENIZER("1234567")["input_ids"]) + 1)
     unknown = dataclasses.replace(rollout(3, "1"), response_ids=(group.vocab_size,))

@@ -51,7 +51,7 @@ def make_host() -> WorkerHost:
 
 
 def test_calls_that_carry_a_stored_value_fetch_it_once_until_another_takes_its_place(fetched: list[str]) -> None:
-    host, first, second = make_host(), Stored("a", "1"), Stored("b", "2")
+    host, first, second = make_host(), Stored("a"), Stored("b")
     assert host.call("both", first, 5) == ("A", 5)
     assert host.call("both", first) == ("A", None)
     assert host.call("both", "plain", first) == ("plain", "A")
@@ -65,8 +65,8 @@ def test_a_value_that_is_gone_is_reported_as_any_other_failure_and_asked_for_aga
     host = make_host()
     for _ in range(2):
         with pytest.raises(RemoteError, match="the object is gone"):
-            host.call("both", Stored("lost", "3"))
-    assert host.call("both", Stored("a", "1")) == ("A", None)
+            host.call("both", Stored("lost"))
+    assert host.call("both", Stored("a")) == ("A", None)
 
 
 def test_the_object_store_grows_with_the_machine_its_shared_memory_and_its_container() -> None:
@@ -87,7 +87,7 @@ def test_an_error_of_rays_is_told_by_the_line_that_says_what_happened():
 def test_a_group_that_lost_a_member_is_made_anew_and_a_mistake_is_not_tried_again():
     lost = ("RuntimeError", "NCCL error: remote process exited or there was a network error"), ("DistBackendError", "aborted")
     mistake = "RuntimeError", "The size of tensor a (3) must match the size of tensor b (4)"
-    assert [is_broken(RemoteError(*one, "", user_error=False)) for one in (*lost, mistake)] == [True, True, False]
+    assert [is_broken(RemoteError(*one, user_error=False)) for one in (*lost, mistake)] == [True, True, False]
 
 
 def test_torchs_own_refusal_on_a_cpu_is_told_with_what_was_asked_for_and_what_is_free() -> None:

@@ -55,7 +55,8 @@ def test_of_experts_those_count_that_a_token_goes_to() -> None:
     model = PolicyModel(Qwen3MoeForCausalLM(config))
     work = ModelWork(model)
     sequences = TOKENS.sequences()
-    work._count(model, (sequences,))
+    for before_a_pass in model._forward_pre_hooks.values():
+        before_a_pass(model, (sequences,))
     attention = 16 * 16 * 2 + 2 * 16 * 8  # q, o; k, v
     per_token = attention + 16 * 8 + 2 * 3 * 16 * 8  # the router, two experts of three matrices
     pairs = attended(TOKENS.prompt_lengths, TOKENS.response_lengths)
