@@ -14,6 +14,7 @@ import functools
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from grpo_rl.frozen import frozen
@@ -34,9 +35,8 @@ class Sequences:
     predict_T: Tensor
     """Flat position of the token before each trained token, whose state predicts the trained one."""
     target_T: Tensor
-    support_counts_T: Tensor | None = None
-    """The number of tokens each trained one was sampled from, on the CPU; None: from all."""
-    support_ids_M: Tensor | None = None
+    support: tuple[Tensor, Tensor] | None = None
+    """The number of tokens each trained one was sampled from, on the CPU, and their ids; None: from all."""
     experts_SLK: Tensor | None = None
     """The experts that each computed token takes, if they are those of an earlier pass."""
     place_S: Tensor | None = None
@@ -71,8 +71,9 @@ class Sequences:
         return Sequences(
             *_laid_out(token_ids_S, layout, device),
             target_T=to_device(token_ids_S[positions_T], device, torch.long),
-            support_counts_T=support_counts_T,
-            support_ids_M=None if support_ids_M is None else to_device(support_ids_M, device),
+            support=None
+            if support_counts_T is None or support_ids_M is None
+            else (support_counts_T, to_device(support_ids_M, device)),
             experts_SLK=None if experts_S is None else to_device(experts_S[layout.source_S], device),
             place_S=layout.place_S,
         )
@@ -94,20 +95,18 @@ class Sequences:
         # The choice is made in host memory: it decides shapes.
         predict_T = self.predict_T.cpu()
         own_T = ((predict_T >= rank_slice.begin) & (predict_T < rank_slice.begin + rank_slice.length)).nonzero()[:, 0]
-        device = self.token_ids_S.device
+        device, support = self.token_ids_S.device, self.support
         own_on_device_T = own_T.to(device)
-        counts_T, ids_M = self.support_counts_T, self.support_ids_M
-        if counts_T is not None and ids_M is not None:
+        if support is not None:
+            counts_T, ids_M = support
             chosen_T = torch.zeros(len(counts_T), dtype=torch.bool).index_fill_(0, own_T, True)
-            ids_M = ids_M[chosen_T.repeat_interleave(counts_T).to(device)]
-            counts_T = counts_T[own_T]
+            support = counts_T[own_T], ids_M[chosen_T.repeat_interleave(counts_T).to(device)]
         return replace(
             self,
             token_ids_S=rank_slice.of(self.token_ids_S),
             predict_T=(predict_T[own_T] - rank_slice.begin).to(device),
             target_T=self.target_T[own_on_device_T] if len(self.target_T) else self.target_T,
-            support_counts_T=counts_T,
-            support_ids_M=ids_M,
+            support=support,
             slice=replace(rank_slice, own_T=own_on_device_T, num_trained=len(predict_T)),
         )
 
@@ -121,8 +120,8 @@ def _laid_out(token_ids_S: Tensor, layout: Layout, device: torch.device) -> tupl
 class Layout:
     source_S: Tensor
     lengths_B: Tensor
-    continues_B: Tensor | None
-    """The block that each one continues, -1 for none; None if no block continues one."""
+    continues_B: Tensor
+    """The block that each one continues, -1 for none."""
     states_T: Tensor
     place_S: Tensor
 
@@ -142,7 +141,7 @@ class Layout:
         families = [] if group_N is None else _families(token_ids_S, starts_N, common_N, needed_N, group_N)
         if not families:
             all_S = torch.arange(len(token_ids_S))
-            return Layout(all_S, lengths_N, None, _flat(starts_N, within_T, num_read_N), all_S)
+            return Layout(all_S, lengths_N, torch.full_like(lengths_N, -1), _flat(starts_N, within_T, num_read_N), all_S)
         return _blocks(starts_N, lengths_N, needed_N, within_T, num_read_N, families)
 
 
@@ -262,30 +261,22 @@ class Packing:
         lengths = lengths_N.tolist()
         if not lengths or min(lengths) < 1:
             raise ValueError(f"every sequence needs at least one token, got lengths {lengths}")
-        starts_N = lengths_N.cumsum(0) - lengths_N
-        total = int(lengths_N.sum())
-        prefix_N = torch.zeros_like(lengths_N)
-        if continues_N is not None:
-            prefix_N = torch.where(continues_N < 0, 0, lengths_N[continues_N])
-        families: tuple[tuple[slice, slice], ...] = ()
-        if continues_N is not None:
-            begins_N, ends_N = starts_N.tolist(), (starts_N + lengths_N).tolist()
-            last = {prompt: end for prompt, end in zip(continues_N.tolist(), ends_N, strict=True) if prompt >= 0}
-            families = tuple(
-                (slice(begins_N[prompt], ends_N[prompt]), slice(ends_N[prompt], end)) for prompt, end in last.items()
-            )
-        position_ids_S = torch.arange(total) - torch.repeat_interleave(starts_N - prefix_N, lengths_N)
-        cumulative = torch.cat([starts_N, torch.tensor([total])]).to(torch.int32)
+        continues_N = torch.full_like(lengths_N, -1) if continues_N is None else continues_N
+        ends_N = lengths_N.cumsum(0)
+        starts_N, prefix_N = ends_N - lengths_N, _prefix_lengths(lengths_N, continues_N)
+        begins, ends = starts_N.tolist(), ends_N.tolist()
+        last = {prompt: end for prompt, end in zip(continues_N.tolist(), ends, strict=True) if prompt >= 0}
+        families = tuple((slice(begins[prompt], ends[prompt]), slice(ends[prompt], end)) for prompt, end in last.items())
+        position_ids_S = torch.arange(ends[-1]) - torch.repeat_interleave(starts_N - prefix_N, lengths_N)
+        copied = families and torch.device(device).type != "cpu"
         return Packing(
             position_ids_S=to_device(position_ids_S, device),
-            cumulative_lengths=to_device(cumulative, device),
+            cumulative_lengths=to_device(_from_zero(ends_N), device),
             max_length=int((prefix_N + lengths_N).max()),
             lengths_N=lengths_N,
             uniform=min(lengths) == max(lengths),
             families=families,
-            keys=GatheredKeys.of(starts_N, lengths_N, continues_N, device)
-            if continues_N is not None and families and torch.device(device).type != "cpu"
-            else None,
+            keys=GatheredKeys.of(lengths_N, continues_N, device) if copied else None,
         )
 
     @functools.cached_property
@@ -302,13 +293,17 @@ class GatheredKeys:
     lengths_B: Tensor
 
     @staticmethod
-    def of(starts_N: Tensor, lengths_N: Tensor, continues_N: Tensor, device: torch.device | str) -> GatheredKeys:
-        rows = list(zip(starts_N.tolist(), lengths_N.tolist(), continues_N.tolist(), strict=True))
-        pieces = []
-        for start, length, prompt in rows:
-            if prompt >= 0:
-                pieces.append(rows[prompt][0] + torch.arange(rows[prompt][1]))
-            pieces.append(torch.arange(start, start + length))
-        lengths_B = lengths_N + torch.where(continues_N < 0, 0, lengths_N[continues_N])
-        ends_N = torch.cat([torch.zeros(1, dtype=torch.long), lengths_B.cumsum(0)]).to(torch.int32)
-        return GatheredKeys(to_device(torch.cat(pieces), device), to_device(ends_N, device), lengths_B)
+    def of(lengths_N: Tensor, continues_N: Tensor, device: torch.device | str) -> GatheredKeys:
+        positions = torch.arange(int(lengths_N.sum())).split(lengths_N.tolist())
+        pieces = [positions[part] for block, prompt in enumerate(continues_N.tolist()) for part in (prompt, block) if part >= 0]
+        lengths_B = lengths_N + _prefix_lengths(lengths_N, continues_N)
+        ends_B = _from_zero(lengths_B.cumsum(0))
+        return GatheredKeys(to_device(torch.cat(pieces), device), to_device(ends_B, device), lengths_B)
+
+
+def _prefix_lengths(lengths_N: Tensor, continues_N: Tensor) -> Tensor:
+    return torch.where(continues_N < 0, 0, lengths_N[continues_N])
+
+
+def _from_zero(ends_N: Tensor) -> Tensor:
+    return F.pad(ends_N, (1, 0)).to(torch.int32)
