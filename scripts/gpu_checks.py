@@ -568,12 +568,12 @@ def check_ipc(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
     pipe, other = context.Pipe()
     receiver = context.Process(target=_receive, args=(other,), daemon=True)
     receiver.start()
-    sender, same = make_sender("ipc", 8 << 20, dtype=torch.bfloat16, verify=True), []
+    sender, same = make_sender("ipc", 8 << 20, verify=True), []
     held: list[int] = []
     for seed in (1, 2):
         generator = torch.Generator(device="cuda").manual_seed(seed)
         tensors = {f"w{i}": torch.randn(1000 * (i + 1), 333, generator=generator, device="cuda") for i in range(6)}
-        for bucket in sender.buckets(tensors.items()):
+        for bucket in sender.buckets((name, tensor.bfloat16()) for name, tensor in tensors.items()):
             pipe.send(merge_ranks([bucket]))
             if not pipe.poll(60):
                 raise TimeoutError("the receiver did not answer within 60 s")

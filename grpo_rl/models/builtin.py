@@ -8,8 +8,6 @@ import json
 import os
 import string
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -170,14 +168,16 @@ def _is_usable(folder: Path) -> bool:
 
 def build(name: str, folder: Path) -> Path:
     """The same spec gives the same bytes; the caller's random state is left alone."""
+    from transformers.utils.logging import disable_progress_bar
+
     builtin = get_builtin(name)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer(builtin.vocab_size)
     tokenizer.model_max_length = builtin.max_position_embeddings
     model = _random_model(builtin, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    with _no_progress_bars():
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+    disable_progress_bar()  # the files are small
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder
 
 
@@ -213,20 +213,7 @@ def build_tokenizer(vocab_size: int) -> Any:
     return wrapped
 
 
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    from transformers.utils import logging
-
-    was_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            logging.enable_progress_bar()
-
-
-def _random_model(builtin: Builtin, *, eos_token_id: int, pad_token_id: int) -> Any:
+def _random_model(builtin: Builtin, **ends: int) -> Any:
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     shape = {
@@ -240,13 +227,12 @@ def _random_model(builtin: Builtin, *, eos_token_id: int, pad_token_id: int) -> 
         **shape,
         rope_parameters={"rope_type": "default", "rope_theta": builtin.rope_theta},
         tie_word_embeddings=True,
-        eos_token_id=eos_token_id,
-        pad_token_id=pad_token_id,
         dtype="float32",
+        **ends,
     )
     config.bos_token_id = None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(builtin.seed)
         model = (Qwen3MoeForCausalLM if builtin.num_experts else Qwen3ForCausalLM)(config)
-    model.generation_config = GenerationConfig(eos_token_id=eos_token_id, pad_token_id=pad_token_id)
+    model.generation_config = GenerationConfig(**ends)
     return model

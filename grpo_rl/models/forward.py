@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from grpo_rl.models.experts import Routing
-from grpo_rl.models.linear import Precision, use_fast_linear, use_fast_norms
+from grpo_rl.models.linear import Precision, use_fast_layers
 from grpo_rl.models.lm_head import Columns, Head, Support, chunks_of, head_columns, in_chunks, token_logprobs
 from grpo_rl.models.lora import Adapters
 from grpo_rl.models.packing import Sequences
@@ -34,8 +34,7 @@ class PackedModel(nn.Module):
 
     def __init__(self, lm: Any) -> None:
         super().__init__()
-        use_fast_linear(lm)
-        use_fast_norms(lm)
+        use_fast_layers(lm)
         self.lm = lm
         self.adapters: Adapters | None = None
         self.routing = Routing.of(lm)

@@ -25,6 +25,21 @@ from grpo_rl.errors import ConfigError
 from grpo_rl.frozen import frozen
 
 
+def consecutive_ranks(size: int, what: str) -> Tensor:
+    """Return all ranks [groups, size]. Raises ConfigError if they are no multiple of `size`."""
+    world_size = dist.get_world_size()
+    if world_size % size:
+        raise ConfigError(f"{what} {size} ranks: the set has {world_size}, which is no multiple of it")
+    return torch.arange(world_size).view(-1, size)
+
+
+def group_of_rank(ranks: Tensor, timeout_s: float) -> dist.ProcessGroup:
+    """Return the process group of the row that has this rank. A collective: each rank makes every group."""
+    timeout = datetime.timedelta(seconds=timeout_s)
+    groups = [(row, dist.new_group(row, timeout)) for row in ranks.tolist()]
+    return next(group for row, group in groups if dist.get_rank() in row)
+
+
 @frozen
 class SequenceGroup:
     group: Any
@@ -36,13 +51,8 @@ class SequenceGroup:
         """Return this rank's group of `size` consecutive ranks; None if each rank is alone. A collective."""
         if size == 1:
             return None
-        world_size, rank = dist.get_world_size(), dist.get_rank()
-        if world_size % size:
-            raise ConfigError(f"sequence parallelism over {size} ranks: the set has {world_size}, which is no multiple of it")
-        timeout = datetime.timedelta(seconds=timeout_s)
-        # Every rank takes part in making every group.
-        groups = [dist.new_group(list(range(first, first + size)), timeout) for first in range(0, world_size, size)]
-        return SequenceGroup(groups[rank // size], rank % size, size)
+        ranks = consecutive_ranks(size, "sequence parallelism over")
+        return SequenceGroup(group_of_rank(ranks, timeout_s), dist.get_rank() % size, size)
 
 
 @frozen
