@@ -87,8 +87,8 @@ class Slice:
         whole_T = values_T.new_zeros(self.num_trained, *values_T.shape[1:]).index_copy_(0, self.own_T, values_T.detach())
         if self.num_trained:
             dist.all_reduce(whole_T, group=self.ranks.group)
-        # The same values again, for the gradient: each rank takes that of its own, and nothing is added up.
-        return whole_T.index_copy(0, self.own_T, values_T)
+        # The same values again (a sum has no -0), for the gradient: each rank takes that of its own, and nothing is added up.
+        return whole_T.index_copy(0, self.own_T, values_T + 0)
 
     def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return [1, heads / size, all tokens, d] for each [1, heads, own tokens, d], in one collective."""
