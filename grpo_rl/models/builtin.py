@@ -18,7 +18,6 @@ from grpo_rl.errors import ConfigError
 from grpo_rl.frozen import frozen
 
 PREFIX = "builtin:"
-MODEL_TYPE = "qwen3"
 PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
 ROLES = ("system", "user", "assistant")
 _OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
@@ -64,7 +63,7 @@ class Builtin:
 
     @property
     def model_type(self) -> str:
-        return "qwen3_moe" if self.num_experts else MODEL_TYPE
+        return "qwen3_moe" if self.num_experts else "qwen3"
 
     def content_hash(self) -> str:
         """Return 16 hex digits that change with any setting, the vocabulary or the chat template."""
@@ -214,7 +213,7 @@ def build_tokenizer(vocab_size: int) -> Any:
 
 
 def _random_model(builtin: Builtin, **ends: int) -> Any:
-    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     shape = {
         field.name: getattr(builtin, field.name)
@@ -223,7 +222,8 @@ def _random_model(builtin: Builtin, **ends: int) -> Any:
     }
     if builtin.num_experts:
         shape |= {name: getattr(builtin, name) for name in _OF_EXPERTS} | {"norm_topk_prob": True}
-    config = (Qwen3MoeConfig if builtin.num_experts else Qwen3Config)(
+    config = AutoConfig.for_model(
+        builtin.model_type,
         **shape,
         rope_parameters={"rope_type": "default", "rope_theta": builtin.rope_theta},
         tie_word_embeddings=True,
@@ -233,6 +233,6 @@ def _random_model(builtin: Builtin, **ends: int) -> Any:
     config.bos_token_id = None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(builtin.seed)
-        model = (Qwen3MoeForCausalLM if builtin.num_experts else Qwen3ForCausalLM)(config)
+        model = AutoModelForCausalLM.from_config(config)
     model.generation_config = GenerationConfig(**ends)
     return model

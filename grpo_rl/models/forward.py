@@ -62,12 +62,7 @@ class PackedModel(nn.Module):
 
 class PolicyModel(PackedModel):
     def __init__(
-        self,
-        lm: Any,
-        *,
-        temperature: float = 1.0,
-        chunk_tokens: int = 2048,
-        precision: Precision = "float32",
+        self, lm: Any, *, temperature: float = 1.0, chunk_tokens: int = 2048, precision: Precision = "float32"
     ) -> None:
         super().__init__(lm)
         self.temperature = temperature

@@ -82,13 +82,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_TD: Tensor,
-        weight_VD: Tensor,
-        bias_V: Tensor | None,
-        target_T: Tensor,
-        head: Head,
-        chunks: list[Chunk],
+        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_T: Tensor, head: Head, chunks: list[Chunk]
     ) -> Tensor:
         ctx.head, ctx.chunks = head, chunks
         logprobs_T = torch.empty(len(target_T), dtype=torch.float32, device=hidden_TD.device)

@@ -113,12 +113,7 @@ class Sequences:
 
 
 def _laid_out(
-    token_ids_S: Tensor,
-    lengths_N: Tensor,
-    within_T: Tensor,
-    num_read_N: Tensor,
-    group_N: Tensor | None,
-    device: torch.device,
+    token_ids_S: Tensor, lengths_N: Tensor, within_T: Tensor, num_read_N: Tensor, group_N: Tensor | None, device: torch.device
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Packing, Tensor]]:
     """Return each computed token's place among the sequences' tokens, `Sequences.place_S`, and its first fields.
 

@@ -26,8 +26,8 @@ from grpo_rl.rollout.weights import (
     WeightBucket,
     WeightTransferError,
     describe,
-    digest,
     group_by_bytes,
+    noted,
     pack,
     write_flat,
 )
@@ -59,13 +59,7 @@ class WeightSender:
 
     def groups(self, named_full_tensors: Iterable[NamedTensor]) -> Iterator[list[NamedTensor]]:
         self._digests = {}
-        return group_by_bytes(map(self._noted, named_full_tensors), self.bucket_bytes)
-
-    def _noted(self, named_tensor: NamedTensor) -> NamedTensor:
-        if self.verify:
-            name, tensor = named_tensor
-            self._digests[name] = digest(tensor)
-        return named_tensor
+        return group_by_bytes(noted(named_full_tensors, self._digests if self.verify else None), self.bucket_bytes)
 
 
 class ObjectStoreSender(WeightSender):
@@ -155,16 +149,7 @@ class NcclSender(WeightSender):
 
 
 def make_sender(
-    backend: WeightBackend,
-    bucket_bytes: int,
-    verify: bool = False,
-    rank: int = 0,
-    timeout_s: float = 600.0,
-    readers: int = 1,
+    backend: WeightBackend, bucket_bytes: int, verify: bool = False, rank: int = 0, timeout_s: float = 600.0, readers: int = 1
 ) -> WeightSender:
-    kinds: dict[WeightBackend, type[WeightSender]] = {
-        "object_store": ObjectStoreSender,
-        "ipc": IpcSender,
-        "nccl": NcclSender,
-    }
+    kinds: dict[WeightBackend, type[WeightSender]] = {"object_store": ObjectStoreSender, "ipc": IpcSender, "nccl": NcclSender}
     return kinds[backend](bucket_bytes, verify, rank == 0, timeout_s, readers)

@@ -140,6 +140,14 @@ def digest(tensor: Tensor) -> str:
     return f"{tensor.dtype}{tuple(tensor.shape)} {int(total) % 2**64:016x}"
 
 
+def noted(named_tensors: Iterable[NamedTensor], digests: dict[str, str] | None) -> Iterator[NamedTensor]:
+    """Yield the tensors, and put the digest of each into `digests` unless it is None."""
+    for name, tensor in named_tensors:
+        if digests is not None:
+            digests[name] = digest(tensor)
+        yield name, tensor
+
+
 def check_digests(sent: Mapping[str, str], received: Mapping[str, str], receiver: str) -> None:
     wrong = sorted(name for name in sent.keys() | received.keys() if sent.get(name) != received.get(name))
     if wrong:

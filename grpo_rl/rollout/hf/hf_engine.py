@@ -19,7 +19,7 @@ from grpo_rl.models.experts import stored_tensors
 from grpo_rl.rollout.engine import EngineSpec, NcclRendezvous, Wakeable, check_requests
 from grpo_rl.rollout.hf.token_sampling import sample, support_of
 from grpo_rl.rollout.model_info import load_config, stop_token_ids
-from grpo_rl.rollout.weights import WeightBucket, WeightTransferError, WeightUpdate, digest
+from grpo_rl.rollout.weights import WeightBucket, WeightTransferError, WeightUpdate, noted
 from grpo_rl.types import Completion, FinishReason, Request, Versions, extended
 
 
@@ -120,9 +120,7 @@ class HfEngine:
     @torch.no_grad()
     def load_bucket(self, bucket: WeightBucket) -> None:
         self._update.receive(bucket)
-        for name, tensor in bucket.tensors():
-            if self._spec.verify_checksum:
-                self._digests[name] = digest(tensor)
+        for name, tensor in noted(bucket.tensors(), self._digests if self._spec.verify_checksum else None):
             # A tied head is the embedding under a second name: both are sent and hold the same values.
             self._own[name].copy_(tensor)
 

@@ -8,11 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config.weight_transfer import WeightTransferConfig
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferInitInfo
@@ -20,7 +16,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from grpo_rl.processes.family import die_with
 from grpo_rl.rollout.vllm.vllm_patches import CounterSampler, able, pack_experts_again, store_waits, whole_handle
-from grpo_rl.rollout.weights import NamedTensor, WeightBucket, WeightTransferError, digest
+from grpo_rl.rollout.weights import WeightBucket, WeightTransferError, noted
 
 ENGINE_PREFIX = "grpo_rl_"
 VERIFY_SUFFIX = "_verified"
@@ -59,16 +55,11 @@ class _Verified:
 
     def receive_weights(self, update_info: Any) -> None:
         load = self.model.load_weights
-        self.model.load_weights = lambda weights: load(map(self._noted, weights))
+        self.model.load_weights = lambda weights: load(noted(weights, self.received_digests))
         try:
             super().receive_weights(update_info)  # type: ignore[misc]
         finally:
             del self.model.load_weights
-
-    def _noted(self, named_tensor: NamedTensor) -> NamedTensor:
-        name, tensor = named_tensor
-        self.received_digests[name] = digest(tensor)
-        return named_tensor
 
 
 @dataclass
