@@ -52,7 +52,7 @@ def load_config(
         has_code = not trust_remote_code and file.is_file() and "auto_map" in json.loads(file.read_text())
         config = None if has_code else AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever transformers makes of settings of other types
-        what = "no model configuration there" if Path(path).is_dir() else "no such folder, and no hub model that could be read"
+        what = "no model configuration there" if is_folder else "no such folder, and no hub model that could be read"
         raise ConfigError(f"{where}: {what}: {_first_line(error)}") from error
     if has_code:
         raise ConfigError(
@@ -174,15 +174,13 @@ def save_lm(lm: Any, folder: Path, state: dict[str, Any]) -> None:
     from transformers import GenerationConfig
 
     settings = getattr(lm, "generation_config", None)  # a model that only scores has none
-    if settings is None:
-        lm.save_pretrained(folder, state_dict=state)
-        return
-    lm.generation_config = GenerationConfig()
+    if settings is not None:
+        lm.generation_config = GenerationConfig()
     try:
         lm.save_pretrained(folder, state_dict=state)
     finally:
         lm.generation_config = settings
-    if lm.can_generate():
+    if settings is not None and lm.can_generate():
         write_generation(settings, folder)
 
 

@@ -96,10 +96,8 @@ def add_adapters(lm: Any, model: ModelConfig) -> None:
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{where}: {' '.join(str(error).split())[:300]}") from error
     _check_layers(lm, model, where)
-    lm.requires_grad_(False)
-    for layer in adapted_layers(lm).values():
-        layer.lora_A.requires_grad_(True)
-        layer.lora_B.requires_grad_(True)
+    for name, parameter in lm.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
 
 
 def refuse_quantized(settings: Any, model: ModelConfig) -> None:

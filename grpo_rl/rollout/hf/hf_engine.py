@@ -167,10 +167,10 @@ class HfEngine:
         completions = []
         for batch in self._batches:
             reasons = [self._finish_reason(row) for row in batch.rows]
-            ended = [(row, reason) for row, reason in zip(batch.rows, reasons, strict=True) if reason is not None]
-            completions += [_completion(row, reason) for row, reason in ended]
-            if ended:
-                batch.keep([place for place, reason in enumerate(reasons) if reason is None])
+            completions += [_completion(row, reason) for row, reason in zip(batch.rows, reasons, strict=True) if reason]
+            going_on = [place for place, reason in enumerate(reasons) if reason is None]
+            if len(going_on) < len(reasons):
+                batch.keep(going_on)
         self._batches = [batch for batch in self._batches if batch.rows]
         return completions
 
@@ -238,8 +238,7 @@ class _Batch:
         index = torch.tensor(places, dtype=torch.long)
         for layer in self._cache.layers:
             unused = layer.keys.shape[-2] - width
-            layer.keys = layer.keys[index.to(layer.keys.device), :, unused:]
-            layer.values = layer.values[index.to(layer.values.device), :, unused:]
+            layer.keys, layer.values = layer.keys[index, :, unused:], layer.values[index, :, unused:]
 
     def append(self, other: _Batch) -> None:
         for layer, added in zip(self._cache.layers, other._cache.layers, strict=True):

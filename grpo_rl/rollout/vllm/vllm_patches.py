@@ -155,12 +155,11 @@ class ReportedArrays:
         rows = output.new_logprobs
         if rows is None:
             return
-        if rows.logprobs.shape[1] == 1:
-            self._logprobs.append(rows.logprobs)
-            self._token_ids.append(rows.logprob_token_ids)
-        else:
-            self._logprobs.append(rows.logprobs[:, : self._width].astype(np.float32))
-            self._token_ids.append(rows.logprob_token_ids[:, : self._width].astype(np.int32))
+        logprobs, token_ids = rows.logprobs, rows.logprob_token_ids
+        if logprobs.shape[1] > 1:
+            logprobs, token_ids = logprobs[:, : self._width].astype(np.float32), token_ids[:, : self._width].astype(np.int32)
+        self._logprobs.append(logprobs)
+        self._token_ids.append(token_ids)
 
     @property
     def logprobs(self) -> Reported:
