@@ -167,13 +167,34 @@ def _is_usable(folder: Path) -> bool:
 
 def build(name: str, folder: Path) -> Path:
     """The same spec gives the same bytes; the caller's random state is left alone."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
     from transformers.utils.logging import disable_progress_bar
 
     builtin = get_builtin(name)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer(builtin.vocab_size)
     tokenizer.model_max_length = builtin.max_position_embeddings
-    model = _random_model(builtin, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    shape = {
+        field.name: getattr(builtin, field.name)
+        for field in dataclasses.fields(builtin)
+        if field.name not in ("name", "version", "rope_theta", "seed", "warm_start", *_OF_EXPERTS)
+    }
+    if builtin.num_experts:
+        shape |= {name: getattr(builtin, name) for name in _OF_EXPERTS} | {"norm_topk_prob": True}
+    config = AutoConfig.for_model(
+        builtin.model_type,
+        **shape,
+        rope_parameters={"rope_type": "default", "rope_theta": builtin.rope_theta},
+        tie_word_embeddings=True,
+        dtype="float32",
+        **ends,
+    )
+    config.bos_token_id = None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(builtin.seed)
+        model = AutoModelForCausalLM.from_config(config)
+    model.generation_config = GenerationConfig(**ends)
     disable_progress_bar()  # the files are small
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -210,29 +231,3 @@ def build_tokenizer(vocab_size: int) -> Any:
     )
     wrapped.chat_template = CHAT_TEMPLATE
     return wrapped
-
-
-def _random_model(builtin: Builtin, **ends: int) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-
-    shape = {
-        field.name: getattr(builtin, field.name)
-        for field in dataclasses.fields(builtin)
-        if field.name not in ("name", "version", "rope_theta", "seed", "warm_start", *_OF_EXPERTS)
-    }
-    if builtin.num_experts:
-        shape |= {name: getattr(builtin, name) for name in _OF_EXPERTS} | {"norm_topk_prob": True}
-    config = AutoConfig.for_model(
-        builtin.model_type,
-        **shape,
-        rope_parameters={"rope_type": "default", "rope_theta": builtin.rope_theta},
-        tie_word_embeddings=True,
-        dtype="float32",
-        **ends,
-    )
-    config.bos_token_id = None
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(builtin.seed)
-        model = AutoModelForCausalLM.from_config(config)
-    model.generation_config = GenerationConfig(**ends)
-    return model

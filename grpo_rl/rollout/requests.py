@@ -119,7 +119,9 @@ class RequestPool(WholeBatches):
             for name in ready:
                 # The caller may do anything between two of them, such as to forget some.
                 if name in self._ended:
-                    yield self._hand_over(name)
+                    completion, asked = self._ended.pop(name), self._wanted.pop(name)
+                    check_versions(completion, self.version, self.max_staleness)
+                    yield rollout_of(*asked, completion)
             if ready:
                 continue
             if not self._wanted or (chosen is not None and chosen.isdisjoint(self._wanted)):
@@ -133,11 +135,6 @@ class RequestPool(WholeBatches):
         for name in ids:
             self._wanted.pop(name, None)
             self._ended.pop(name, None)
-
-    def _hand_over(self, request_id: str) -> Rollout:
-        completion, asked = self._ended.pop(request_id), self._wanted.pop(request_id)
-        check_versions(completion, self.version, self.max_staleness)
-        return rollout_of(*asked, completion)
 
 
 def rollout_of(prompt: Prompt, sample: int, completion: Completion, episode: Episode | None = None) -> Rollout:
