@@ -13,7 +13,7 @@ from grpo_rl.rollout.reports import joined, pack, unpack
 from grpo_rl.rollout.requests import rollout_of
 from grpo_rl.types import Completion, Ending, Episode, FinishReason, PlayedTurn, Prompt, Rollout, Support, Versions, extended
 
-_DTYPES = (np.int32, np.float32, np.int32, np.int32)
+_DTYPES: tuple[type[np.int32] | type[np.float32], ...] = (np.int32, np.float32, np.int32, np.int32)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
