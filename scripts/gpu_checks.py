@@ -340,7 +340,7 @@ def check_mixed(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
 
 def check_head(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
     """Measure the LM head in each precision: the error of log-probs against float64, and the time of both passes."""
-    from grpo_rl.models.lm_head import Head, token_logprobs
+    from grpo_rl.models.lm_head import Head, chunks_of, token_logprobs
 
     generator = torch.Generator().manual_seed(2)
     tokens = min(sizes.tokens, 4096)
@@ -355,7 +355,7 @@ def check_head(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
 
         def logprobs(x_TD: Tensor, w_VD: Tensor, ids_T: Tensor, precision: Any = precision) -> Tensor:
             head = Head.of(w_VD, None, 1.0, precision)
-            return token_logprobs(head, x_TD, ids_T, 2048)
+            return token_logprobs(head, x_TD, ids_T, chunks_of(len(ids_T), 2048))
 
         def both(logprobs: Callable[..., Tensor] = logprobs) -> None:
             x_TD, w_VD = hidden_TD.detach().requires_grad_(), head_VD.detach().requires_grad_()
@@ -568,12 +568,12 @@ def check_ipc(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
     pipe, other = context.Pipe()
     receiver = context.Process(target=_receive, args=(other,), daemon=True)
     receiver.start()
-    sender, same = make_sender("ipc", 8 << 20, dtype=torch.bfloat16, verify=True), []
+    sender, same = make_sender("ipc", 8 << 20, verify=True), []
     held: list[int] = []
     for seed in (1, 2):
         generator = torch.Generator(device="cuda").manual_seed(seed)
         tensors = {f"w{i}": torch.randn(1000 * (i + 1), 333, generator=generator, device="cuda") for i in range(6)}
-        for bucket in sender.buckets(tensors.items()):
+        for bucket in sender.buckets((name, tensor.bfloat16()) for name, tensor in tensors.items()):
             pipe.send(merge_ranks([bucket]))
             if not pipe.poll(60):
                 raise TimeoutError("the receiver did not answer within 60 s")

@@ -184,11 +184,12 @@ def sleep_and_update(engine: Any, spec: Any, name: str, path: Path, free: int) -
         if not spec.separate_process:
             return
         engine.wake_up("weights")
-    weights = {key: tensor.to(spec.device) for key, tensor in load_file(path / "model.safetensors").items()}
+    dtype = getattr(torch, spec.dtype)
+    weights = {key: tensor.to(spec.device, dtype) for key, tensor in load_file(path / "model.safetensors").items()}
     # A tied head is not in the file, and comes apart from a trainer.
     weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
     began = time.perf_counter()
-    sender = make_sender(spec.weight_backend, spec.bucket_bytes, getattr(torch, spec.dtype), verify=True)
+    sender = make_sender(spec.weight_backend, spec.bucket_bytes, verify=True)
     engine.start_weight_update(engine.weight_version + 1)
     for bucket in sender.buckets(weights.items()):
         engine.load_bucket(bucket)

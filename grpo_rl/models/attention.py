@@ -63,10 +63,10 @@ def packed_attention(
         raise ValueError("attention sinks are not supported")
     if packing.families and dropout:
         raise ValueError("attention weights that are dropped at random cannot be shared between sequences")
-    if slice is None:
-        return _attention(query, key, value, packing, scaling, dropout)[None], None
-    query, key, value = slice.to_heads((query, key, value))
-    return slice.to_tokens(_attention(query, key, value, packing, scaling, dropout))[None], None
+    if slice is not None:
+        query, key, value = slice.to_heads((query, key, value))
+    out_SHD = _attention(query, key, value, packing, scaling, dropout)
+    return (out_SHD if slice is None else slice.to_tokens(out_SHD))[None], None
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, dropout: float) -> Tensor:
@@ -157,30 +157,29 @@ class _SplitAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_SHD: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out_SHD, lse_SH = ctx.saved_tensors
         packing: Packing = ctx.packing
-        num_cells = sum(index_BL.numel() for index_BL in packing.rectangles.groups)
+        groups = packing.rectangles.groups
+        sizes = [index_BL.numel() for index_BL in groups]
         # A padding cell has the gradient 0, so that it adds nothing to any key.
-        cells_CHD = grad_SHD.new_zeros(num_cells, *grad_SHD.shape[1:]).index_copy_(0, packing.rectangles.restore_S, grad_SHD)
+        cells_CHD = grad_SHD.new_zeros(sum(sizes), *grad_SHD.shape[1:]).index_copy_(0, packing.rectangles.restore_S, grad_SHD)
         out_1HSD, lse_1HS = out_SHD.transpose(0, 1)[None], lse_SH.T[None]
         grad_1HSD = grad_SHD.transpose(0, 1)[None]
         parts: list[tuple[Tensor, ...]] = []
-        first = 0
-        for index_BL in packing.rectangles.groups:
-            rows, length = index_BL.shape
-            grad_BHLD = cells_CHD[first : first + rows * length].unflatten(0, (rows, length)).transpose(1, 2)
-            first += rows * length
+        for index_BL, grad_CHD in zip(groups, cells_CHD.split(sizes), strict=True):
+            grad_BHLD = grad_CHD.unflatten(0, index_BL.shape).transpose(1, 2)
             q, k, v, out = (_rectangle(x, index_BL) for x in (query, key, value, out_1HSD))
             lse = _rectangle(lse_1HS[..., None], index_BL)[..., 0].contiguous()
             grads = _flash_backward(grad_BHLD, q, k, v, out, lse, 0.0, True, scale=ctx.scaling)
             parts.append(tuple(grad.transpose(1, 2).flatten(0, 1) for grad in grads))
         grads_SHD = [torch.cat(some).index_select(0, packing.rectangles.restore_S) for some in zip(*parts, strict=True)]
         for prompt, rest in packing.families:
+            of_rest = (slice(None), slice(None), rest)
             grads = _flash_backward(
-                *(
-                    x[:, :, rest] if x is not key and x is not value else x[:, :, prompt]
-                    for x in (grad_1HSD, query, key, value)
-                ),
-                out_1HSD[:, :, rest],
-                lse_1HS[:, :, rest].contiguous(),
+                grad_1HSD[of_rest],
+                query[of_rest],
+                key[:, :, prompt],
+                value[:, :, prompt],
+                out_1HSD[of_rest],
+                lse_1HS[of_rest].contiguous(),
                 0.0,
                 False,
                 scale=ctx.scaling,

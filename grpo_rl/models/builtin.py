@@ -8,8 +8,6 @@ import json
 import os
 import string
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from grpo_rl.errors import ConfigError
 from grpo_rl.frozen import frozen
 
 PREFIX = "builtin:"
-MODEL_TYPE = "qwen3"
 PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
 ROLES = ("system", "user", "assistant")
 _OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
@@ -66,7 +63,7 @@ class Builtin:
 
     @property
     def model_type(self) -> str:
-        return "qwen3_moe" if self.num_experts else MODEL_TYPE
+        return "qwen3_moe" if self.num_experts else "qwen3"
 
     def content_hash(self) -> str:
         """Return 16 hex digits that change with any setting, the vocabulary or the chat template."""
@@ -170,14 +167,37 @@ def _is_usable(folder: Path) -> bool:
 
 def build(name: str, folder: Path) -> Path:
     """The same spec gives the same bytes; the caller's random state is left alone."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers.utils.logging import disable_progress_bar
+
     builtin = get_builtin(name)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer(builtin.vocab_size)
     tokenizer.model_max_length = builtin.max_position_embeddings
-    model = _random_model(builtin, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    with _no_progress_bars():
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    shape = {
+        field.name: getattr(builtin, field.name)
+        for field in dataclasses.fields(builtin)
+        if field.name not in ("name", "version", "rope_theta", "seed", "warm_start", *_OF_EXPERTS)
+    }
+    if builtin.num_experts:
+        shape |= {name: getattr(builtin, name) for name in _OF_EXPERTS} | {"norm_topk_prob": True}
+    config = AutoConfig.for_model(
+        builtin.model_type,
+        **shape,
+        rope_parameters={"rope_type": "default", "rope_theta": builtin.rope_theta},
+        tie_word_embeddings=True,
+        dtype="float32",
+        **ends,
+    )
+    config.bos_token_id = None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(builtin.seed)
+        model = AutoModelForCausalLM.from_config(config)
+    model.generation_config = GenerationConfig(**ends)
+    disable_progress_bar()  # the files are small
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder
 
 
@@ -211,42 +231,3 @@ def build_tokenizer(vocab_size: int) -> Any:
     )
     wrapped.chat_template = CHAT_TEMPLATE
     return wrapped
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    from transformers.utils import logging
-
-    was_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            logging.enable_progress_bar()
-
-
-def _random_model(builtin: Builtin, *, eos_token_id: int, pad_token_id: int) -> Any:
-    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    shape = {
-        field.name: getattr(builtin, field.name)
-        for field in dataclasses.fields(builtin)
-        if field.name not in ("name", "version", "rope_theta", "seed", "warm_start", *_OF_EXPERTS)
-    }
-    if builtin.num_experts:
-        shape |= {name: getattr(builtin, name) for name in _OF_EXPERTS} | {"norm_topk_prob": True}
-    config = (Qwen3MoeConfig if builtin.num_experts else Qwen3Config)(
-        **shape,
-        rope_parameters={"rope_type": "default", "rope_theta": builtin.rope_theta},
-        tie_word_embeddings=True,
-        eos_token_id=eos_token_id,
-        pad_token_id=pad_token_id,
-        dtype="float32",
-    )
-    config.bos_token_id = None
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(builtin.seed)
-        model = (Qwen3MoeForCausalLM if builtin.num_experts else Qwen3ForCausalLM)(config)
-    model.generation_config = GenerationConfig(eos_token_id=eos_token_id, pad_token_id=pad_token_id)
-    return model

@@ -9,6 +9,7 @@ by the router's present probabilities, so that it goes on learning.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,8 +20,15 @@ from torch import Tensor, nn
 
 @dataclass(slots=True)
 class Routed:
-    """One pass's choices at the states before trained tokens; a shared one counts for each response."""
+    """One pass's choices at the states before trained tokens; a shared one counts for each response.
 
+    The first fields are `Routing.begin`'s, also for layers that are computed again for a gradient.
+    """
+
+    read_T: Tensor
+    given_SLK: Tensor | None
+    balance: bool
+    choices: bool
     counts_LE: Tensor
     entropy_L: Tensor
     """Summed over the states, in nats."""
@@ -29,18 +37,8 @@ class Routed:
     probs: list[Tensor] = field(default_factory=list)
     """Summed over the states, [E] for each layer."""
     chosen: list[Tensor] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Pass:
-    """The settings of a forward pass, or of the one whose layers are computed again for a gradient."""
-
-    read_T: Tensor
-    given_SLK: Tensor | None
-    balance: bool
-    choices: bool
-    routed: Routed | None
-    """None in layers that are computed again, which are not counted."""
+    ended: bool = False
+    """Layers that are computed again are not counted."""
 
 
 class Routing:
@@ -50,7 +48,6 @@ class Routing:
         self.num_layers = len(routers)
         self.num_experts, self.top_k = int(routers[0].num_experts), int(routers[0].top_k)
         self.last: Routed | None = None
-        self._pass: _Pass | None = None
         for layer, router in enumerate(routers):
             router.register_forward_hook(functools.partial(self._on_output, layer))
 
@@ -72,50 +69,47 @@ class Routing:
         """
         device = read_T.device
         counts_LE = torch.zeros(self.num_layers, self.num_experts, dtype=torch.float64, device=device)
-        zero_L = torch.zeros(self.num_layers, dtype=torch.float64, device=device)
-        self.last = Routed(counts_LE, zero_L, zero_L.clone())
-        self._pass = _Pass(read_T, given_SLK, balance, choices, self.last)
+        entropy_L, changed_L = torch.zeros(2, self.num_layers, dtype=torch.float64, device=device)
+        self.last = Routed(read_T, given_SLK, balance, choices, counts_LE, entropy_L, changed_L)
 
     def end(self) -> None:
-        assert self._pass is not None
-        self._pass.routed = None
+        assert self.last is not None
+        self.last.ended = True
 
     def _on_output(
         self, layer: int, router: Any, inputs: Any, output: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        current_pass = self._pass
-        if current_pass is None:
+        routed = self.last
+        if routed is None:
             return None
         logits_SE, weights_SK, own_SK = output
-        reads_probs = current_pass.balance or current_pass.given_SLK is not None
+        reads_probs = routed.balance or routed.given_SLK is not None
         with torch.set_grad_enabled(reads_probs and torch.is_grad_enabled()):
             probs_SE = logits_SE.softmax(-1, dtype=torch.float32)
         chosen_SK = own_SK
-        if current_pass.given_SLK is not None:
-            given_SK = current_pass.given_SLK[:, layer].to(own_SK.device)
+        if routed.given_SLK is not None:
+            given_SK = routed.given_SLK[:, layer].to(own_SK.device)
             chosen_SK = torch.where(given_SK == nothing_given(given_SK.dtype), own_SK, given_SK.long())
             weights_SK = probs_SE.gather(1, chosen_SK)
             if router.norm_topk_prob:
                 weights_SK = weights_SK / weights_SK.sum(-1, keepdim=True)
             weights_SK = weights_SK.to(logits_SE.dtype)
         # The same operations with a gradient whether or not they are counted: a checkpoint compares them.
-        probs_E = probs_SE.index_select(0, current_pass.read_T).sum(0) if current_pass.balance else None
-        if current_pass.routed is not None:
+        probs_E = probs_SE.index_select(0, routed.read_T).sum(0) if routed.balance else None
+        if not routed.ended:
             with torch.no_grad():
-                self._count(current_pass, layer, probs_SE, own_SK, chosen_SK)
-            current_pass.routed.probs += [] if probs_E is None else [probs_E]
-        return None if current_pass.given_SLK is None else (logits_SE, weights_SK, chosen_SK)
+                self._count(routed, layer, probs_SE, own_SK, chosen_SK)
+            routed.probs += [] if probs_E is None else [probs_E]
+        return None if routed.given_SLK is None else (logits_SE, weights_SK, chosen_SK)
 
-    def _count(self, now: _Pass, layer: int, probs_SE: Tensor, own_SK: Tensor, chosen_SK: Tensor) -> None:
-        routed = now.routed
-        assert routed is not None
-        probs_TE, chosen_TK = probs_SE.index_select(0, now.read_T), chosen_SK.index_select(0, now.read_T)
+    def _count(self, routed: Routed, layer: int, probs_SE: Tensor, own_SK: Tensor, chosen_SK: Tensor) -> None:
+        probs_TE, chosen_TK = probs_SE.index_select(0, routed.read_T), chosen_SK.index_select(0, routed.read_T)
         routed.counts_LE[layer] = torch.bincount(chosen_TK.flatten(), minlength=self.num_experts)
         routed.entropy_L[layer] = torch.special.entr(probs_TE).sum()
-        if now.given_SLK is not None:
-            own_TK = own_SK.index_select(0, now.read_T)
+        if routed.given_SLK is not None:
+            own_TK = own_SK.index_select(0, routed.read_T)
             routed.changed_L[layer] = (own_TK.sort(-1).values != chosen_TK.sort(-1).values).any(-1).sum()
-        if now.choices:
+        if routed.choices:
             routed.chosen.append(chosen_SK)
 
 
@@ -157,29 +151,27 @@ def router_metrics(counts_LE: Tensor) -> dict[str, float]:
 
 
 FAMILIES = ("qwen3_moe", "olmoe")
-_BOTH, _DOWN = "experts.gate_up_proj", "experts.down_proj"
 
 
 def holds_experts(name: str) -> bool:
-    return name.endswith((f".{_BOTH}", f".{_DOWN}"))
+    return name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
 
 
 def stored_tensors(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield a model's tensors by the names that files have: one view for each matrix of each expert."""
-    for name, tensor in named:
-        if holds_experts(name):
-            yield from per_expert(name, tensor)
-        else:
-            yield name, tensor
+    return itertools.chain.from_iterable(itertools.starmap(per_expert, named))
 
 
 def per_expert(name: str, rows: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and view of each matrix in `rows`, the experts from `first` on of the parameter `name`."""
+    """Yield name and view of each matrix in `rows`, the experts from `first` on of the parameter `name`.
+
+    The tensor of another parameter is yielded as it is.
+    """
+    if not holds_experts(name):
+        yield name, rows
+        return
     place, _, kind = name.rpartition(".")
     for number, weights in enumerate(rows, start=first):
-        if kind == "down_proj":
-            yield f"{place}.{number}.down_proj.weight", weights
-            continue
-        gate, up = weights.chunk(2)
-        yield f"{place}.{number}.gate_proj.weight", gate
-        yield f"{place}.{number}.up_proj.weight", up
+        parts = {"down": weights} if kind == "down_proj" else dict(zip(("gate", "up"), weights.chunk(2), strict=True))
+        for part, weight in parts.items():
+            yield f"{place}.{number}.{part}_proj.weight", weight

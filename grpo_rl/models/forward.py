@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from grpo_rl.models.experts import Routing
-from grpo_rl.models.linear import Precision, use_fast_linear, use_fast_norms
-from grpo_rl.models.lm_head import Columns, Head, head_columns, in_chunks, support_of_chunks, token_logprobs
+from grpo_rl.models.linear import Precision, use_fast_layers
+from grpo_rl.models.lm_head import Columns, Head, Support, chunks_of, head_columns, in_chunks, token_logprobs
 from grpo_rl.models.lora import Adapters
 from grpo_rl.models.packing import Sequences
 from grpo_rl.models.sequence_parallel import SequenceGroup, Slice
@@ -34,8 +34,7 @@ class PackedModel(nn.Module):
 
     def __init__(self, lm: Any) -> None:
         super().__init__()
-        use_fast_linear(lm)
-        use_fast_norms(lm)
+        use_fast_layers(lm)
         self.lm = lm
         self.adapters: Adapters | None = None
         self.routing = Routing.of(lm)
@@ -63,12 +62,7 @@ class PackedModel(nn.Module):
 
 class PolicyModel(PackedModel):
     def __init__(
-        self,
-        lm: Any,
-        *,
-        temperature: float = 1.0,
-        chunk_tokens: int = 2048,
-        precision: Precision = "float32",
+        self, lm: Any, *, temperature: float = 1.0, chunk_tokens: int = 2048, precision: Precision = "float32"
     ) -> None:
         super().__init__(lm)
         self.temperature = temperature
@@ -99,7 +93,7 @@ class PolicyModel(PackedModel):
         `balance` and `choices` are those of `hidden_TD`.
         """
         sequences = self.sliced(sequences)
-        rank_slice, size = sequences.slice, self.chunk_tokens
+        rank_slice = sequences.slice
         hidden_TD = self.hidden_TD(sequences, balance=balance, choices=choices)
         if rank_slice is not None:
             ref_hidden_TD, top_ids_TK = rank_slice.own(ref_hidden_TD), rank_slice.own(top_ids_TK)
@@ -108,10 +102,10 @@ class PolicyModel(PackedModel):
         ref_head = (
             head.detached() if ref_head_VD is None else Head.of(ref_head_VD, ref_bias_V, self.temperature, self.precision)
         )
-        support = support_of_chunks(sequences.support_counts_T, sequences.support_ids_M, size)
+        chunks = chunks_of(len(sequences.target_T), self.chunk_tokens, sequences.support)
         if want_entropy or ref_hidden_TD is not None or top is not None or top_ids_TK is not None:
 
-            def columns(number: int, rows: slice) -> Columns:
+            def columns(rows: slice, support: Support | None) -> Columns:
                 return head_columns(
                     head,
                     hidden_TD[rows],
@@ -121,12 +115,12 @@ class PolicyModel(PackedModel):
                     ref_hidden_TD=None if ref_hidden_TD is None else ref_hidden_TD[rows],
                     top=top,
                     top_ids_TK=None if top_ids_TK is None else top_ids_TK[rows],
-                    support=None if support is None else support[number],
+                    support=support,
                 )
 
-            outputs = TokenOutputs(*in_chunks(columns, len(sequences.target_T), size))
+            outputs = TokenOutputs(*in_chunks(columns, chunks))
         else:
-            outputs = TokenOutputs(token_logprobs(head, hidden_TD, sequences.target_T, size, support))
+            outputs = TokenOutputs(token_logprobs(head, hidden_TD, sequences.target_T, chunks))
         if want_hidden:
             outputs.hidden_TD = hidden_TD.float()
         return outputs if rank_slice is None else outputs.whole(rank_slice)

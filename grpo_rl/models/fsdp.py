@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import datetime
 import functools
 import itertools
 import json
@@ -21,11 +20,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from grpo_rl.errors import ConfigError
 from grpo_rl.models import lora
 from grpo_rl.models.experts import stored_tensors
 from grpo_rl.models.forward import PackedModel
 from grpo_rl.models.load import decoder_layers, save_lm
+from grpo_rl.models.sequence_parallel import consecutive_ranks, group_of_rank
 from grpo_rl.models.sharded_load import is_rearranged, name_in_files
 from grpo_rl.models.shards import local_of
 
@@ -38,17 +37,10 @@ def mesh_of(device_type: str, group_size: int, timeout_s: float) -> DeviceMesh:
     world_size = dist.get_world_size()
     if group_size < 1 or group_size >= world_size:
         return init_device_mesh(device_type, (world_size,))
-    if world_size % group_size:
-        raise ConfigError(f"sharding over groups of {group_size} ranks: the set has {world_size}, which is no multiple of it")
-    ranks = torch.arange(world_size).view(-1, group_size)
-    rank, timeout = dist.get_rank(), datetime.timedelta(seconds=timeout_s)
+    ranks = consecutive_ranks(group_size, "sharding over groups of")
     # Groups of our own: those that a mesh makes wait as long as the library's default says.
-    own_groups = []
-    for rows in (ranks.T.tolist(), ranks.tolist()):
-        # Every rank takes part in making every group, those included that it is not in.
-        made = [dist.new_group(row, timeout) for row in rows]
-        own_groups.append(made[next(number for number, row in enumerate(rows) if rank in row)])
-    return DeviceMesh.from_group(own_groups, device_type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
+    groups = [group_of_rank(rows, timeout_s) for rows in (ranks.T, ranks)]
+    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
 
 
 def shard(
@@ -118,11 +110,8 @@ def materialize_from(
 
 def _to_empty(policy: PackedModel, device: torch.device, in_host_memory: bool) -> None:
     """Buffers are on the device and keep their values."""
-    buffers = {name: buffer.clone() for name, buffer in policy.named_buffers()}
-    policy.to_empty(device=torch.device("cpu") if in_host_memory else device)
-    for module_name, module in policy.named_modules():
-        for name, _ in list(module.named_buffers(recurse=False)):
-            module._buffers[name] = buffers[f"{module_name}.{name}" if module_name else name].to(device)
+    place = torch.device("cpu") if in_host_memory else device
+    policy._apply(lambda x: torch.empty_like(x, device=place) if isinstance(x, nn.Parameter) else x.to(device))
 
 
 def materialize(policy: PackedModel, whole: PackedModel | None, device: torch.device, *, in_host_memory: bool) -> None:
@@ -163,14 +152,13 @@ def named_full_tensors(
     for name, tensor in policy.lm.state_dict(keep_vars=True).items():
         if lora.is_adapter(name):
             continue
-        if name in adapted:
-            yield name_in_files(name), _whole(_merged(tensor.detach(), adapted[name], device), device, dtype)
-            continue
         if tensor is embedding and tied is not None:
             if aliases:
                 yield name, tied
             continue
-        whole_tensor = _whole(tensor.detach(), device, dtype)
+        layer = adapted.get(name)
+        rows = tensor.detach() if layer is None else _merged(tensor.detach(), layer, device)
+        whole_tensor = _whole(rows, device, dtype)
         if tensor is embedding:
             tied = whole_tensor
         yield name_in_files(name), whole_tensor

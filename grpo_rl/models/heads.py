@@ -69,12 +69,10 @@ def load_scorer(path: str, config: Any, *, trust_remote_code: bool = False, on_m
     auto_class = AutoModelForTokenClassification if by_token else AutoModelForSequenceClassification
     new = () if any(_is_classifier(name) for name in config.architectures) else ("score.weight", "score.bias")
     lm = packed_model(auto_class, path, config, trust_remote_code=trust_remote_code, on_meta=on_meta, key=KEY, new=new)
-    has_layers = isinstance(getattr(lm.base_model, "layers", None), nn.ModuleList)
-    if (
-        not has_layers
-        or not isinstance(getattr(lm, "score", None), nn.Linear)
-        or not getattr(lm, "_supports_attention_backend", True)
-    ):
+    has_parts = isinstance(getattr(lm.base_model, "layers", None), nn.ModuleList) and isinstance(
+        getattr(lm, "score", None), nn.Linear
+    )
+    if not has_parts or not getattr(lm, "_supports_attention_backend", True):
         raise ConfigError(
             f"{KEY}={path}: {type(lm).__name__}: only causal decoders with a linear head called `score` can be reward models, "
             "such as Qwen, Llama or Mistral"

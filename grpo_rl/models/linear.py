@@ -35,10 +35,14 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
     return F.linear(x, weight_OI, bias_O)
 
 
-def use_fast_linear(model: nn.Module) -> None:
+def use_fast_layers(model: nn.Module) -> None:
+    """Of norms Llama's, which call their epsilon `variance_epsilon`; Gemma's scale by 1 + weight."""
     for module in model.modules():
-        if type(module) is nn.Linear:
+        kind: Any = type(module)
+        if kind is nn.Linear:
             module.__class__ = FastLinear
+        elif kind.__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon") and not isinstance(module, _FastNorm):
+            module.__class__ = _fast_norm(kind)
 
 
 class FastLinear(nn.Linear):
@@ -46,15 +50,7 @@ class FastLinear(nn.Linear):
         return linear(input, self.weight, self.bias)
 
 
-def use_fast_norms(model: nn.Module) -> None:
-    """Llama's, which call their epsilon `variance_epsilon`; Gemma's scale by 1 + weight."""
-    for module in model.modules():
-        kind: Any = type(module)
-        if kind.__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon") and not isinstance(module, _OneNorm):
-            module.__class__ = _fast_norm(kind)
-
-
-class _OneNorm(nn.Module):
+class _FastNorm(nn.Module):
     weight: Tensor
     variance_epsilon: float
 
@@ -68,7 +64,7 @@ class _OneNorm(nn.Module):
 
 @functools.cache
 def _fast_norm(kind: Any) -> Any:
-    return type(kind.__name__, (_OneNorm, kind), {})
+    return type(kind.__name__, (_FastNorm, kind), {})
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -123,11 +119,8 @@ def rounded(x: Tensor, precision: Precision) -> Tensor:
     return x.detach().bfloat16() if precision == "bfloat16" else x.detach()
 
 
-def reduced_linear(
-    x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, precision: Precision, rounded_OI: Tensor | None = None
-) -> Tensor:
+def reduced_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, precision: Precision, rounded_OI: Tensor) -> Tensor:
     """Inputs are rounded to `precision`, the gradients' too; `rounded_OI` is `rounded(weight_OI)`."""
-    rounded_OI = rounded(weight_OI, precision) if rounded_OI is None else rounded_OI
     out: Tensor = _ReducedLinear.apply(x, weight_OI, rounded_OI, precision)
     return out if bias_O is None else out + bias_O
 
@@ -137,7 +130,7 @@ class _ReducedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight_OI: Tensor, rounded_OI: Tensor, precision: Precision) -> Tensor:
         ctx.save_for_backward(x, rounded_OI)
         ctx.precision = precision
-        return reduced_product(x, rounded_OI.t(), precision)
+        return product(x, rounded_OI.t(), precision)
 
     @staticmethod
     @once_differentiable
@@ -145,33 +138,31 @@ class _ReducedLinear(torch.autograd.Function):
         x, rounded_OI = ctx.saved_tensors
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         grad = rounded(grad, ctx.precision)
-        grad_x = reduced_product(grad, rounded_OI, ctx.precision) if needs_x else None
-        return grad_x, reduced_product(grad.t(), x, ctx.precision) if needs_weight else None, None, None
-
-
-def reduced_product(a: Tensor, b: Tensor, precision: Precision) -> Tensor:
-    """`a @ b` in float32 of inputs rounded to `precision`, by tensor cores or, elsewhere, in float32."""
-    if precision == "bfloat16":
-        a, b = rounded(a, precision), rounded(b, precision)
-        if a.is_cuda:
-            return torch.mm(a, b, out_dtype=torch.float32)
-        return a.float() @ b.float()
-    if a.is_cuda:
-        with tf32():
-            return a @ b
-    return _rounded_to_tf32(a) @ _rounded_to_tf32(b)
+        grad_x = product(grad, rounded_OI, ctx.precision) if needs_x else None
+        return grad_x, product(grad.t(), x, ctx.precision) if needs_weight else None, None, None
 
 
 def product(a: Tensor, b: Tensor, precision: Precision) -> Tensor:
-    """Return `a @ b` of inputs rounded to `precision`; no gradient flows through."""
-    return linear(a, b.t()) if precision == "float32" else reduced_product(a, b, precision)
+    """`a @ b` in float32 of inputs rounded to `precision`, by tensor cores or, elsewhere, in float32.
+
+    No gradient flows through.
+    """
+    if precision == "float32":
+        return linear(a, b.t())
+    if precision == "bfloat16":
+        a, b = rounded(a, precision), rounded(b, precision)
+        return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+    if not a.is_cuda:
+        a, b = _rounded_to_tf32(a), _rounded_to_tf32(b)
+    with tf32():
+        return a @ b
 
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor, precision: Precision) -> Tensor:
     if total is None:
-        return a @ b if precision == "float32" else reduced_product(a, b, precision)
+        return a @ b if precision == "float32" else product(a, b, precision)
     if precision == "bfloat16":  # whose sum in float32 only a product has, and not one with something to add to
-        return total.add_(reduced_product(a, b, precision))
+        return total.add_(product(a, b, precision))
     if precision == "float32":
         return total.addmm_(a, b)
     if not a.is_cuda:

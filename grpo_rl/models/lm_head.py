@@ -23,6 +23,7 @@ Columns = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | No
 """Log-prob, entropy, KL to the reference, log-probs and ids of several tokens, of each trained token."""
 Support = tuple[Tensor, Tensor]
 """Row in the chunk and id of every token that could be sampled there."""
+Chunk = tuple[slice, Support | None]
 
 
 @frozen
@@ -56,14 +57,19 @@ class Head:
             logits_TV = logits_TV.masked_fill(left_out_TV, float("-inf"))
         return logits_TV
 
+    def left_out_TV(self, hidden_TD: Tensor, support: Support | None) -> Tensor | None:
+        if support is None:
+            return None
+        left_out_TV = torch.ones(len(hidden_TD), len(self.weight_VD), dtype=torch.bool, device=hidden_TD.device)
+        left_out_TV[support] = False
+        return left_out_TV
+
     def logprobs_TV(self, hidden_TD: Tensor, left_out_TV: Tensor | None) -> Tensor:
         return self.logits_TV(hidden_TD, left_out_TV).log_softmax(dim=-1)
 
 
-def token_logprobs(
-    head: Head, hidden_TD: Tensor, target_T: Tensor, chunk_tokens: int, support: list[Support] | None = None
-) -> Tensor:
-    out: Tensor = _TokenLogprobs.apply(hidden_TD, head.weight_VD, head.bias_V, target_T, head.detached(), chunk_tokens, support)
+def token_logprobs(head: Head, hidden_TD: Tensor, target_T: Tensor, chunks: list[Chunk]) -> Tensor:
+    out: Tensor = _TokenLogprobs.apply(hidden_TD, head.weight_VD, head.bias_V, target_T, head.detached(), chunks)
     return out
 
 
@@ -76,22 +82,15 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_TD: Tensor,
-        weight_VD: Tensor,
-        bias_V: Tensor | None,
-        target_T: Tensor,
-        head: Head,
-        chunk_tokens: int,
-        support: list[Support] | None,
+        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_T: Tensor, head: Head, chunks: list[Chunk]
     ) -> Tensor:
-        ctx.head, ctx.chunk_tokens, ctx.support = head, chunk_tokens, support
+        ctx.head, ctx.chunks = head, chunks
         logprobs_T = torch.empty(len(target_T), dtype=torch.float32, device=hidden_TD.device)
         saved: list[Tensor] = []
-        for number, rows in _chunks(len(target_T), chunk_tokens):
-            logprobs_CV = head.logprobs_TV(hidden_TD[rows], _left_out(head, support, number, rows))
+        for rows, support in chunks:
+            logprobs_CV = head.logprobs_TV(hidden_TD[rows], head.left_out_TV(hidden_TD[rows], support))
             logprobs_T[rows] = logprobs_CV.gather(1, target_T[rows, None])[:, 0]
-            if len(target_T) <= chunk_tokens and any(ctx.needs_input_grad):
+            if len(chunks) == 1 and any(ctx.needs_input_grad):
                 saved.append(logprobs_CV)
             del logprobs_CV  # before the next chunk's logits are made
         ctx.save_for_backward(hidden_TD, target_T, *saved)
@@ -105,12 +104,11 @@ class _TokenLogprobs(torch.autograd.Function):
         head: Head = ctx.head
         grad_TD = torch.empty_like(hidden_TD) if needs_hidden else None
         grad_VD = grad_V = None
-        for number, rows in _chunks(len(target_T), ctx.chunk_tokens):
+        for rows, support in ctx.chunks:
             if saved:
                 probs_CV = saved[0].exp_()
             else:
-                left_out_CV = _left_out(head, ctx.support, number, rows)
-                probs_CV = head.logits_TV(hidden_TD[rows], left_out_CV).softmax(dim=-1)
+                probs_CV = head.logits_TV(hidden_TD[rows], head.left_out_TV(hidden_TD[rows], support)).softmax(dim=-1)
             index_C1 = target_T[rows, None]
             probs_CV.scatter_(1, index_C1, probs_CV.gather(1, index_C1) - 1.0)
             grad_C1 = -grad_T[rows, None]
@@ -124,41 +122,24 @@ class _TokenLogprobs(torch.autograd.Function):
             if needs_weight:
                 grad_VD = add_product(grad_VD, probs_CV.t(), grad_C1 * head.scaled_TD(hidden_TD[rows]), head.precision)
             del probs_CV
-        return grad_TD, grad_VD, grad_V, None, None, None, None
+        return grad_TD, grad_VD, grad_V, None, None, None
 
 
-def _left_out(head: Head, support: list[Support] | None, number: int, rows: slice) -> Tensor | None:
-    return None if support is None else _left_out_TV(support[number], rows.stop - rows.start, len(head.weight_VD))
-
-
-def _left_out_TV(support: Support | None, num_tokens: int, vocabulary: int) -> Tensor | None:
-    if support is None:
-        return None
-    left_out_TV = torch.ones(num_tokens, vocabulary, dtype=torch.bool, device=support[1].device)
-    left_out_TV[support] = False
-    return left_out_TV
-
-
-def _chunks(num_tokens: int, chunk_tokens: int) -> list[tuple[int, slice]]:
+def chunks_of(num_tokens: int, chunk_tokens: int, support: tuple[Tensor, Tensor] | None = None) -> list[Chunk]:
+    """`support`: how many tokens each one was sampled from, on the CPU, and their ids; None: from all."""
     starts = range(0, max(1, num_tokens), chunk_tokens)
-    return [(number, slice(start, min(start + chunk_tokens, num_tokens))) for number, start in enumerate(starts)]
+    slices = [slice(start, min(start + chunk_tokens, num_tokens)) for start in starts]
+    if support is None:
+        return [(rows, None) for rows in slices]
+    counts_T, ids_M = support
+    counts = counts_T.split(chunk_tokens)
+    ids = ids_M.split([int(counts_C.sum()) for counts_C in counts])
+    rows_of_ids = [torch.arange(len(counts_C), dtype=torch.int32).repeat_interleave(counts_C) for counts_C in counts]
+    return list(zip(slices, zip((rows.to(ids_M.device) for rows in rows_of_ids), ids, strict=True), strict=True))
 
 
-def support_of_chunks(counts_T: Tensor | None, ids_M: Tensor | None, chunk_tokens: int) -> list[Support] | None:
-    if counts_T is None or ids_M is None:
-        return None
-    chunks, begin = [], 0
-    for counts_C in counts_T.split(chunk_tokens):
-        row_M = torch.repeat_interleave(torch.arange(len(counts_C), dtype=torch.int32), counts_C)
-        end = begin + len(row_M)
-        chunks.append((row_M.to(ids_M.device), ids_M[begin:end]))
-        begin = end
-    return chunks
-
-
-def in_chunks(columns: Callable[[int, slice], Columns], num_tokens: int, chunk_tokens: int) -> Columns:
+def in_chunks(columns: Callable[[slice, Support | None], Columns], chunks: list[Chunk]) -> Columns:
     """With a gradient, each of several chunks is computed again in the backward pass."""
-    chunks = _chunks(num_tokens, chunk_tokens)
     if torch.is_grad_enabled() and len(chunks) > 1:
         outputs = [checkpoint(columns, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
     else:
@@ -180,7 +161,7 @@ def head_columns(
     top_ids_TK: Tensor | None = None,
     support: Support | None = None,
 ) -> Columns:
-    left_out_TV = _left_out_TV(support, len(target_T), len(head.weight_VD))
+    left_out_TV = head.left_out_TV(hidden_TD, support)
     logprobs_TV = head.logprobs_TV(hidden_TD, left_out_TV)
     # A copy, not a view: FSDP hooks the outputs and cannot hook views.
     logprobs_T = logprobs_TV.gather(1, target_T[:, None]).squeeze(1).clone()

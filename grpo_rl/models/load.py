@@ -49,22 +49,21 @@ def load_config(
     ):
         raise ConfigError(f"{where}: no such folder, no such model in the hub's cache on this machine, and {why}")
     try:
-        if not trust_remote_code and file.is_file() and "auto_map" in json.loads(file.read_text()):
-            raise ConfigError(
-                f"{where}: its config.json names Python code of its own (auto_map); "
-                f"set {key.rpartition('.')[0]}.trust_remote_code=true if you want that code to run"
-            )
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except ConfigError:
-        raise
+        has_code = not trust_remote_code and file.is_file() and "auto_map" in json.loads(file.read_text())
+        config = None if has_code else AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever transformers makes of settings of other types
-        what = "no model configuration there" if Path(path).is_dir() else "no such folder, and no hub model that could be read"
+        what = "no model configuration there" if is_folder else "no such folder, and no hub model that could be read"
         raise ConfigError(f"{where}: {what}: {_first_line(error)}") from error
-    for key, value in (override or {}).items():
-        override_field(config, key, value)
-    for key in SCALED_LOGITS:
-        if getattr(config, key, None) not in (None, 1.0, 1):
-            raise ConfigError(f"{where}: models with {key} are not supported yet")
+    if has_code:
+        raise ConfigError(
+            f"{where}: its config.json names Python code of its own (auto_map); "
+            f"set {key.rpartition('.')[0]}.trust_remote_code=true if you want that code to run"
+        )
+    for name, value in (override or {}).items():
+        override_field(config, name, value)
+    for name in SCALED_LOGITS:
+        if getattr(config, name, None) not in (None, 1):
+            raise ConfigError(f"{where}: models with {name} are not supported yet")
     return config
 
 
@@ -133,8 +132,7 @@ def packed_model(
     missing = set(report["missing_keys"])
     made_up = [f"{name} is not there" for name in sorted(missing.difference(new))]
     made_up += [
-        f"{name} is {tuple(stored_shape)}, not {tuple(expected_shape)}"
-        for name, stored_shape, expected_shape in sorted(report["mismatched_keys"])
+        f"{name} is {tuple(stored)}, not {tuple(expected)}" for name, stored, expected in sorted(report["mismatched_keys"])
     ]
     if made_up:
         raise ConfigError(f"{where}: {len(made_up)} of its weights do not fit the model's config, e.g. {made_up[0]}")
@@ -176,15 +174,13 @@ def save_lm(lm: Any, folder: Path, state: dict[str, Any]) -> None:
     from transformers import GenerationConfig
 
     settings = getattr(lm, "generation_config", None)  # a model that only scores has none
-    if settings is None:
-        lm.save_pretrained(folder, state_dict=state)
-        return
-    lm.generation_config = GenerationConfig()
+    if settings is not None:
+        lm.generation_config = GenerationConfig()
     try:
         lm.save_pretrained(folder, state_dict=state)
     finally:
         lm.generation_config = settings
-    if lm.can_generate():
+    if settings is not None and lm.can_generate():
         write_generation(settings, folder)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from torch import Tensor, nn
 from grpo_rl.config.schema.model import ModelConfig
 from grpo_rl.errors import CheckpointError, ConfigError
 from grpo_rl.frozen import frozen
-from grpo_rl.models.experts import FAMILIES
 from grpo_rl.models.sharded_load import name_in_files
 from grpo_rl.models.shards import is_first_replica, local_of, rows_of
 
@@ -36,8 +34,15 @@ WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 _KEY = "actor_rollout_ref.model"
 A_NAME, B_NAME = ".lora_A.default.weight", ".lora_B.default.weight"
 """The ends of the names of an adapter's two matrices, behind the name of the layer."""
-_PEFT_PREFIX = "base_model.model."
-_PLAIN = {"bias": "none", "use_dora": False, "use_rslora": False, "modules_to_save": None, "fan_in_fan_out": False}
+_PLAIN = {
+    "bias": "none",
+    "use_dora": False,
+    "use_rslora": False,
+    "modules_to_save": None,
+    "fan_in_fan_out": False,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+}
 """Settings of an adapter with the values that they have here; another value is another function."""
 
 
@@ -53,14 +58,12 @@ class Adapters:
     """The same however many ranks hold the base model's weights."""
 
     def check_fits(self, folder: Path, stored: dict[str, Any]) -> None:
-        settings = json.loads(json.dumps(asdict(self)))
-        words = {"rank": f"{_KEY}.lora_rank", "alpha": f"{_KEY}.lora_alpha"}
         wrong = [
-            f"{key}={stored.get(name)} and not {settings[name]}"
-            for name, key in words.items()
-            if stored.get(name) != settings[name]
+            f"{_KEY}.lora_{name}={stored.get(name)} and not {value}"
+            for name, value in (("rank", self.rank), ("alpha", self.alpha))
+            if stored.get(name) != value
         ]
-        if stored.get("targets") != settings["targets"]:
+        if stored.get("targets") != list(self.targets):
             wrong.append(f"adapters at {len(stored.get('targets', []))} layers and not the same {len(self.targets)}")
         if stored.get("base_digest") != self.base_digest:
             wrong.append(f"a base model with other weights ({stored.get('base')}, now {self.base})")
@@ -73,14 +76,12 @@ def add_adapters(lm: Any, model: ModelConfig) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
     refuse_quantized(getattr(lm.config, "quantization_config", None), model)
-    targets: Any = list(model.target_modules)
-    if ALL_LINEAR in targets[1:] or targets[:1] == [ALL_LINEAR] != targets:
+    targets = list(model.target_modules)
+    if ALL_LINEAR in targets and len(targets) > 1:
         raise ConfigError(f"{_KEY}.target_modules={targets}: all-linear stands alone; exclude_modules takes layers out of it")
-    if targets == [ALL_LINEAR]:
-        targets = ALL_LINEAR
-        if lm.config.model_type in FAMILIES:  # of these peft takes the tensors of all experts for linear layers
-            head = lm.get_output_embeddings()
-            targets = [name for name, module in lm.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    if targets == [ALL_LINEAR]:  # by name: peft itself takes the tensors of all experts for linear layers
+        head = lm.get_output_embeddings()
+        targets = [name for name, module in lm.named_modules() if isinstance(module, nn.Linear) and module is not head]
     settings = LoraConfig(
         r=model.lora_rank,
         lora_alpha=model.lora_alpha,
@@ -95,10 +96,8 @@ def add_adapters(lm: Any, model: ModelConfig) -> None:
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{where}: {' '.join(str(error).split())[:300]}") from error
     _check_layers(lm, model, where)
-    lm.requires_grad_(False)
-    for layer in adapted_layers(lm).values():
-        layer.lora_A.requires_grad_(True)
-        layer.lora_B.requires_grad_(True)
+    for name, parameter in lm.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
 
 
 def refuse_quantized(settings: Any, model: ModelConfig) -> None:
@@ -123,16 +122,13 @@ def _check_layers(lm: Any, model: ModelConfig, where: str) -> None:
     if not adapted:
         raise ConfigError(f"{where}: no layer of {type(lm).__name__} is left to have an adapter")
     # peft is content with one name of several that it finds.
-    every = [name for name, _ in lm.named_modules()]
     for key, names, among in (
-        ("target_modules", model.target_modules, list(adapted)),
-        ("exclude_modules", model.exclude_modules, every),
+        ("target_modules", model.target_modules, adapted),
+        ("exclude_modules", model.exclude_modules, dict(lm.named_modules())),
     ):
-        unknown = [
-            name for name in names if name != ALL_LINEAR and not any(f".{layer}".endswith(f".{name}") for layer in among)
-        ]
-        if unknown:
-            raise ConfigError(f"{_KEY}.{key}: {unknown[0]} is the end of no such layer's name in {type(lm).__name__}")
+        for name in names:
+            if name != ALL_LINEAR and not any(f".{layer}".endswith(f".{name}") for layer in among):
+                raise ConfigError(f"{_KEY}.{key}: {name} is the end of no such layer's name in {type(lm).__name__}")
 
 
 def describe(lm: nn.Module, model: ModelConfig) -> Adapters:
@@ -172,6 +168,10 @@ def scaling(layer: Any) -> float:
     return float(layer.scaling["default"])
 
 
+def _peft_name(name: str) -> str:
+    return "base_model.model." + name.replace(".default.", ".")
+
+
 def is_adapter(name: str) -> bool:
     return name.endswith((A_NAME, B_NAME))
 
@@ -208,7 +208,7 @@ def save_adapter(folder: Path, lm: Any, adapters: Adapters, tensors: dict[str, T
     from peft import LoraConfig
 
     folder.mkdir(parents=True, exist_ok=True)
-    named = {_PEFT_PREFIX + name.replace(".default.", "."): tensor.detach().contiguous() for name, tensor in tensors.items()}
+    named = {_peft_name(name): tensor.detach().contiguous() for name, tensor in tensors.items()}
     save_file(named, folder / WEIGHTS, metadata={"format": "pt"})
     LoraConfig(
         r=adapters.rank,
@@ -233,18 +233,12 @@ def _shortest(lm: Any, targets: tuple[str, ...]) -> list[str]:
 @torch.no_grad()
 def load_adapter(lm: nn.Module, model: ModelConfig) -> None:
     """Fill the adapters from a peft folder, each rank its rows. Raises ConfigError if it does not fit."""
-    where = f"{_KEY}.lora_adapter_path={model.lora_adapter_path}"
-    folder = Path(model.lora_adapter_path or "")
-    check_adapter_folder(model)
+    where, folder = check_adapter_folder(model)
     try:
         tensors = load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{where}: its weights cannot be read: {error}") from error
-    parameters = {
-        _PEFT_PREFIX + name.replace(".default.", "."): parameter
-        for name, parameter in lm.named_parameters()
-        if is_adapter(name)
-    }
+    parameters = {_peft_name(name): parameter for name, parameter in lm.named_parameters() if is_adapter(name)}
     missing, extra = sorted(parameters.keys() - tensors.keys()), sorted(tensors.keys() - parameters.keys())
     shapes = sorted(name for name in parameters.keys() & tensors.keys() if parameters[name].shape != tensors[name].shape)
     if missing or extra or shapes:
@@ -256,8 +250,8 @@ def load_adapter(lm: nn.Module, model: ModelConfig) -> None:
         _fill(parameter, tensors[name].float())
 
 
-def check_adapter_folder(model: ModelConfig) -> None:
-    """Raise ConfigError if an adapter folder's settings are not the configuration's."""
+def check_adapter_folder(model: ModelConfig) -> tuple[str, Path]:
+    """Return its key with value, and the folder. Raises ConfigError if its settings are not the configuration's."""
     where = f"{_KEY}.lora_adapter_path={model.lora_adapter_path}"
     folder = Path(model.lora_adapter_path or "")
     try:
@@ -276,6 +270,6 @@ def check_adapter_folder(model: ModelConfig) -> None:
     wrong += [
         f"{key}={settings[key]} is not here" for key, value in _PLAIN.items() if settings.get(key, value) not in (value, None)
     ]
-    wrong += [f"{key} is not here" for key in ("rank_pattern", "alpha_pattern") if settings.get(key)]
     if wrong:
         raise ConfigError(f"{where}: {'; '.join(wrong)}")
+    return where, folder

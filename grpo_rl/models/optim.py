@@ -120,12 +120,6 @@ def orthogonal(matrix: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
-def make_scheduler(
-    optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int
-) -> torch.optim.lr_scheduler.LambdaLR:
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(config, total_steps))
-
-
 def lr_factor(config: OptimConfig, total_steps: int) -> Callable[[int], float]:
     """Warm-up rises linearly from above 0 at step 0 and reaches 1 at step `warmup`."""
     warmup = config.lr_warmup_steps if config.lr_warmup_steps >= 0 else round(config.lr_warmup_steps_ratio * total_steps)

@@ -14,6 +14,7 @@ import functools
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from grpo_rl.frozen import frozen
@@ -34,9 +35,8 @@ class Sequences:
     predict_T: Tensor
     """Flat position of the token before each trained token, whose state predicts the trained one."""
     target_T: Tensor
-    support_counts_T: Tensor | None = None
-    """The number of tokens each trained one was sampled from, on the CPU; None: from all."""
-    support_ids_M: Tensor | None = None
+    support: tuple[Tensor, Tensor] | None = None
+    """The number of tokens each trained one was sampled from, on the CPU, and their ids; None: from all."""
     experts_SLK: Tensor | None = None
     """The experts that each computed token takes, if they are those of an earlier pass."""
     place_S: Tensor | None = None
@@ -67,14 +67,15 @@ class Sequences:
         within_T = positions_T - starts_T
         if bool(((within_T < 1) | (within_T >= torch.repeat_interleave(lengths_N, trained_lengths_N))).any()):
             raise ValueError("a trained token has no token of its own sequence before it that could predict it")
-        layout = Layout.of(token_ids_S, lengths_N, within_T - 1, trained_lengths_N, group_N)
+        source_S, place_S, laid_out = _laid_out(token_ids_S, lengths_N, within_T - 1, trained_lengths_N, group_N, device)
         return Sequences(
-            *_laid_out(token_ids_S, layout, device),
+            *laid_out,
             target_T=to_device(token_ids_S[positions_T], device, torch.long),
-            support_counts_T=support_counts_T,
-            support_ids_M=None if support_ids_M is None else to_device(support_ids_M, device),
-            experts_SLK=None if experts_S is None else to_device(experts_S[layout.source_S], device),
-            place_S=layout.place_S,
+            support=None
+            if support_counts_T is None or support_ids_M is None
+            else (support_counts_T, to_device(support_ids_M, device)),
+            experts_SLK=None if experts_S is None else to_device(experts_S[source_S], device),
+            place_S=place_S,
         )
 
     @staticmethod
@@ -85,65 +86,79 @@ class Sequences:
         ends_N = lengths_N.cumsum(0)
         row_P = torch.bucketize(positions_P, ends_N, right=True)
         num_scores_N = torch.bincount(row_P, minlength=len(lengths_N))
-        layout = Layout.of(token_ids_S, lengths_N, positions_P - (ends_N - lengths_N)[row_P], num_scores_N, group_N)
-        return Sequences(*_laid_out(token_ids_S, layout, device), torch.empty(0, dtype=torch.long, device=device))
+        within_P = positions_P - (ends_N - lengths_N)[row_P]
+        _, _, laid_out = _laid_out(token_ids_S, lengths_N, within_P, num_scores_N, group_N, device)
+        return Sequences(*laid_out, torch.empty(0, dtype=torch.long, device=device))
 
     def sliced(self, group: SequenceGroup) -> Sequences:
         """A state lies at the token before the trained one, so a response may go on in the next slice."""
         rank_slice = Slice(group, len(self.token_ids_S))
         # The choice is made in host memory: it decides shapes.
         predict_T = self.predict_T.cpu()
-        own_T = ((predict_T >= rank_slice.begin) & (predict_T < rank_slice.begin + rank_slice.length)).nonzero()[:, 0]
-        device = self.token_ids_S.device
+        own_T = (predict_T // rank_slice.length == group.rank).nonzero()[:, 0]
+        device, support = self.token_ids_S.device, self.support
         own_on_device_T = own_T.to(device)
-        counts_T, ids_M = self.support_counts_T, self.support_ids_M
-        if counts_T is not None and ids_M is not None:
+        if support is not None:
+            counts_T, ids_M = support
             chosen_T = torch.zeros(len(counts_T), dtype=torch.bool).index_fill_(0, own_T, True)
-            ids_M = ids_M[chosen_T.repeat_interleave(counts_T).to(device)]
-            counts_T = counts_T[own_T]
+            support = counts_T[own_T], ids_M[chosen_T.repeat_interleave(counts_T).to(device)]
         return replace(
             self,
             token_ids_S=rank_slice.of(self.token_ids_S),
             predict_T=(predict_T[own_T] - rank_slice.begin).to(device),
             target_T=self.target_T[own_on_device_T] if len(self.target_T) else self.target_T,
-            support_counts_T=counts_T,
-            support_ids_M=ids_M,
+            support=support,
             slice=replace(rank_slice, own_T=own_on_device_T, num_trained=len(predict_T)),
         )
 
 
-def _laid_out(token_ids_S: Tensor, layout: Layout, device: torch.device) -> tuple[Tensor, Packing, Tensor]:
-    packing = Packing.of(layout.lengths_B, device, layout.continues_B)
-    return to_device(token_ids_S[layout.source_S], device, torch.long), packing, to_device(layout.states_T, device)
+def _laid_out(
+    token_ids_S: Tensor, lengths_N: Tensor, within_T: Tensor, num_read_N: Tensor, group_N: Tensor | None, device: torch.device
+) -> tuple[Tensor, Tensor, tuple[Tensor, Packing, Tensor]]:
+    """Return each computed token's place among the sequences' tokens, `Sequences.place_S`, and its first fields.
 
+    `within_T` are the states that are read, from each sequence's first token, `num_read_N` for each.
+    Sequences with the same `group_N` share what they have in common up to the first of these.
+    """
+    ends_N = num_read_N.cumsum(0)
+    reads_N = num_read_N > 0
+    # A sequence that nothing reads keeps one token: a pass without any token is none.
+    needed_N, common_N = torch.ones_like(lengths_N), torch.ones_like(lengths_N)
+    needed_N[reads_N] = within_T[ends_N[reads_N] - 1] + 1
+    common_N[reads_N] = within_T[(ends_N - num_read_N)[reads_N]] + 1
+    starts_N = lengths_N.cumsum(0) - lengths_N
+    families = [] if group_N is None else _families(token_ids_S, starts_N, common_N, needed_N, group_N)
+    if not families:
+        needed_N = lengths_N
+    # Begin among the sequences' tokens, length, and the block that it continues.
+    blocks: list[tuple[int, int, int]] = []
+    shared_N, prompt_N, own_N = (torch.zeros_like(needed_N) for _ in range(3))
+    starts, needed = starts_N.tolist(), needed_N.tolist()
+    grouped = {row for rows, _ in families for row in rows}
+    for rows, shared in [*families, *(([row], 0) for row in range(len(needed)) if row not in grouped)]:
+        prompt = len(blocks) if shared else -1
+        if shared:
+            prompt_N[rows], shared_N[rows] = prompt, shared
+            blocks.append((starts[rows[0]], shared, -1))
+        for row in rows:
+            if needed[row] > shared or prompt < 0:
+                own_N[row] = len(blocks)
+                blocks.append((starts[row] + shared, needed[row] - shared, prompt))
+    begins_B, lengths_B, continues_B = torch.tensor(blocks).unbind(1)
+    at_B = lengths_B.cumsum(0) - lengths_B
+    source_S = torch.arange(int(lengths_B.sum())) + (begins_B - at_B).repeat_interleave(lengths_B)
 
-@frozen
-class Layout:
-    source_S: Tensor
-    lengths_B: Tensor
-    continues_B: Tensor | None
-    """The block that each one continues, -1 for none; None if no block continues one."""
-    states_T: Tensor
-    place_S: Tensor
+    def place(within: Tensor, num_N: Tensor) -> Tensor:
+        # What is in the shared part lies in the prompt's block, anything else that much further on in its own.
+        own_positions = within - shared_N.repeat_interleave(num_N)
+        return torch.where(own_positions < 0, _flat(at_B[prompt_N], within, num_N), _flat(at_B[own_N], own_positions, num_N))
 
-    @staticmethod
-    def of(token_ids_S: Tensor, lengths_N: Tensor, within_T: Tensor, num_read_N: Tensor, group_N: Tensor | None) -> Layout:
-        """`within_T` are the states that are read, from each sequence's first token, `num_read_N` for each.
-
-        Sequences with the same `group_N` share what they have in common up to the first of these.
-        """
-        ends_N = num_read_N.cumsum(0)
-        reads_N = num_read_N > 0
-        # A sequence that nothing reads keeps one token: a pass without any token is none.
-        needed_N, common_N = torch.ones_like(lengths_N), torch.ones_like(lengths_N)
-        needed_N[reads_N] = within_T[ends_N[reads_N] - 1] + 1
-        common_N[reads_N] = within_T[(ends_N - num_read_N)[reads_N]] + 1
-        starts_N = lengths_N.cumsum(0) - lengths_N
-        families = [] if group_N is None else _families(token_ids_S, starts_N, common_N, needed_N, group_N)
-        if not families:
-            all_S = torch.arange(len(token_ids_S))
-            return Layout(all_S, lengths_N, None, _flat(starts_N, within_T, num_read_N), all_S)
-        return _blocks(starts_N, lengths_N, needed_N, within_T, num_read_N, families)
+    within_S = torch.arange(int(lengths_N.sum())) - starts_N.repeat_interleave(lengths_N)
+    left_out_S = within_S >= needed_N.repeat_interleave(lengths_N)
+    place_S = place(within_S, lengths_N).masked_fill(left_out_S, -1)
+    packing = Packing.of(lengths_B, device, continues_B)
+    token_ids = to_device(token_ids_S[source_S], device, torch.long)
+    return source_S, place_S, (token_ids, packing, to_device(place(within_T, num_read_N), device))
 
 
 def _families(
@@ -166,43 +181,6 @@ def _families(
     return families
 
 
-def _blocks(
-    starts_N: Tensor,
-    lengths_N: Tensor,
-    needed_N: Tensor,
-    within_T: Tensor,
-    num_read_N: Tensor,
-    families: list[tuple[list[int], int]],
-) -> Layout:
-    # Begin among the sequences' tokens, length, and the block that it continues.
-    blocks: list[tuple[int, int, int]] = []
-    shared_N, prompt_N, own_N = (torch.zeros_like(needed_N) for _ in range(3))
-    starts, needed = starts_N.tolist(), needed_N.tolist()
-    grouped = {row for rows, _ in families for row in rows}
-    for rows, shared in [*families, *(([row], 0) for row in range(len(needed)) if row not in grouped)]:
-        prompt = len(blocks) if shared else -1
-        if shared:
-            prompt_N[rows], shared_N[rows] = prompt, shared
-            blocks.append((starts[rows[0]], shared, -1))
-        for row in rows:
-            if needed[row] > shared:
-                own_N[row] = len(blocks)
-                blocks.append((starts[row] + shared, needed[row] - shared, prompt))
-    begins_B, lengths_B, continues_B = torch.tensor(blocks).unbind(1)
-    at_B = lengths_B.cumsum(0) - lengths_B
-    source_S = torch.arange(int(lengths_B.sum())) + (begins_B - at_B).repeat_interleave(lengths_B)
-
-    def place(within: Tensor, num_N: Tensor) -> Tensor:
-        # What is in the shared part lies in the prompt's block, anything else that much further on in its own.
-        own_positions = within - shared_N.repeat_interleave(num_N)
-        return torch.where(own_positions < 0, _flat(at_B[prompt_N], within, num_N), _flat(at_B[own_N], own_positions, num_N))
-
-    within_S = torch.arange(int(lengths_N.sum())) - starts_N.repeat_interleave(lengths_N)
-    left_out_S = within_S >= needed_N.repeat_interleave(lengths_N)
-    place_S = place(within_S, lengths_N).masked_fill(left_out_S, -1)
-    return Layout(source_S, lengths_B, continues_B, place(within_T, num_read_N), place_S)
-
-
 def _flat(starts_N: Tensor, within_T: Tensor, num_read_N: Tensor) -> Tensor:
     return starts_N.repeat_interleave(num_read_N) + within_T
 
@@ -219,16 +197,14 @@ class Rectangles:
     @staticmethod
     def of(lengths_N: Tensor, device: torch.device | str) -> Rectangles:
         lengths, starts_N = lengths_N.tolist(), lengths_N.cumsum(0) - lengths_N
-        order = torch.argsort(lengths_N, descending=True, stable=True)
+        rows = torch.argsort(lengths_N, descending=True, stable=True).tolist()
         groups: list[Tensor] = []
         restore_S = torch.empty(sum(lengths), dtype=torch.long)
-        offset = first = 0
-        while first < len(lengths):
-            longest = lengths[order[first]]
-            last = first
-            while last < len(lengths) and lengths[order[last]] >= MIN_FILL * longest:
-                last += 1
-            rows_B = order[first:last]
+        offset = 0
+        while rows:
+            longest = lengths[rows[0]]
+            count = sum(lengths[row] >= MIN_FILL * longest for row in rows)
+            rows_B, rows = torch.tensor(rows[:count]), rows[count:]
             column_L = torch.arange(longest)
             lengths_B = lengths_N[rows_B]
             index_BL = starts_N[rows_B, None] + torch.minimum(column_L[None], lengths_B[:, None] - 1)
@@ -237,7 +213,6 @@ class Rectangles:
             restore_S[index_BL[real_BL]] = cell_BL[real_BL]
             groups.append(to_device(index_BL, device))
             offset += index_BL.numel()
-            first = last
         return Rectangles(tuple(groups), to_device(restore_S, device))
 
 
@@ -262,30 +237,22 @@ class Packing:
         lengths = lengths_N.tolist()
         if not lengths or min(lengths) < 1:
             raise ValueError(f"every sequence needs at least one token, got lengths {lengths}")
-        starts_N = lengths_N.cumsum(0) - lengths_N
-        total = int(lengths_N.sum())
-        prefix_N = torch.zeros_like(lengths_N)
-        if continues_N is not None:
-            prefix_N = torch.where(continues_N < 0, 0, lengths_N[continues_N])
-        families: tuple[tuple[slice, slice], ...] = ()
-        if continues_N is not None:
-            begins_N, ends_N = starts_N.tolist(), (starts_N + lengths_N).tolist()
-            last = {prompt: end for prompt, end in zip(continues_N.tolist(), ends_N, strict=True) if prompt >= 0}
-            families = tuple(
-                (slice(begins_N[prompt], ends_N[prompt]), slice(ends_N[prompt], end)) for prompt, end in last.items()
-            )
-        position_ids_S = torch.arange(total) - torch.repeat_interleave(starts_N - prefix_N, lengths_N)
-        cumulative = torch.cat([starts_N, torch.tensor([total])]).to(torch.int32)
+        continues_N = torch.full_like(lengths_N, -1) if continues_N is None else continues_N
+        ends_N = lengths_N.cumsum(0)
+        starts_N, prefix_N = ends_N - lengths_N, _prefix_lengths(lengths_N, continues_N)
+        begins, ends = starts_N.tolist(), ends_N.tolist()
+        last = {prompt: end for prompt, end in zip(continues_N.tolist(), ends, strict=True) if prompt >= 0}
+        families = tuple((slice(begins[prompt], ends[prompt]), slice(ends[prompt], end)) for prompt, end in last.items())
+        position_ids_S = torch.arange(ends[-1]) - torch.repeat_interleave(starts_N - prefix_N, lengths_N)
+        copied = families and torch.device(device).type != "cpu"
         return Packing(
             position_ids_S=to_device(position_ids_S, device),
-            cumulative_lengths=to_device(cumulative, device),
+            cumulative_lengths=to_device(_from_zero(ends_N), device),
             max_length=int((prefix_N + lengths_N).max()),
             lengths_N=lengths_N,
             uniform=min(lengths) == max(lengths),
             families=families,
-            keys=GatheredKeys.of(starts_N, lengths_N, continues_N, device)
-            if continues_N is not None and families and torch.device(device).type != "cpu"
-            else None,
+            keys=GatheredKeys.of(lengths_N, continues_N, device) if copied else None,
         )
 
     @functools.cached_property
@@ -302,13 +269,17 @@ class GatheredKeys:
     lengths_B: Tensor
 
     @staticmethod
-    def of(starts_N: Tensor, lengths_N: Tensor, continues_N: Tensor, device: torch.device | str) -> GatheredKeys:
-        rows = list(zip(starts_N.tolist(), lengths_N.tolist(), continues_N.tolist(), strict=True))
-        pieces = []
-        for start, length, prompt in rows:
-            if prompt >= 0:
-                pieces.append(rows[prompt][0] + torch.arange(rows[prompt][1]))
-            pieces.append(torch.arange(start, start + length))
-        lengths_B = lengths_N + torch.where(continues_N < 0, 0, lengths_N[continues_N])
-        ends_N = torch.cat([torch.zeros(1, dtype=torch.long), lengths_B.cumsum(0)]).to(torch.int32)
-        return GatheredKeys(to_device(torch.cat(pieces), device), to_device(ends_N, device), lengths_B)
+    def of(lengths_N: Tensor, continues_N: Tensor, device: torch.device | str) -> GatheredKeys:
+        positions = torch.arange(int(lengths_N.sum())).split(lengths_N.tolist())
+        pieces = [positions[part] for block, prompt in enumerate(continues_N.tolist()) for part in (prompt, block) if part >= 0]
+        lengths_B = lengths_N + _prefix_lengths(lengths_N, continues_N)
+        ends_B = _from_zero(lengths_B.cumsum(0))
+        return GatheredKeys(to_device(torch.cat(pieces), device), to_device(ends_B, device), lengths_B)
+
+
+def _prefix_lengths(lengths_N: Tensor, continues_N: Tensor) -> Tensor:
+    return torch.where(continues_N < 0, 0, lengths_N[continues_N])
+
+
+def _from_zero(ends_N: Tensor) -> Tensor:
+    return F.pad(ends_N, (1, 0)).to(torch.int32)

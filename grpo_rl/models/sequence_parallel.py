@@ -20,10 +20,24 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from grpo_rl.errors import ConfigError
 from grpo_rl.frozen import frozen
+
+
+def consecutive_ranks(size: int, what: str) -> Tensor:
+    """Return all ranks [groups, size]. Raises ConfigError if they are no multiple of `size`."""
+    world_size = dist.get_world_size()
+    if world_size % size:
+        raise ConfigError(f"{what} {size} ranks: the set has {world_size}, which is no multiple of it")
+    return torch.arange(world_size).view(-1, size)
+
+
+def group_of_rank(ranks: Tensor, timeout_s: float) -> dist.ProcessGroup:
+    """Return the process group of the row that has this rank. A collective: each rank makes every group."""
+    timeout = datetime.timedelta(seconds=timeout_s)
+    groups = [(row, dist.new_group(row, timeout)) for row in ranks.tolist()]
+    return next(group for row, group in groups if dist.get_rank() in row)
 
 
 @frozen
@@ -37,13 +51,8 @@ class SequenceGroup:
         """Return this rank's group of `size` consecutive ranks; None if each rank is alone. A collective."""
         if size == 1:
             return None
-        world_size, rank = dist.get_world_size(), dist.get_rank()
-        if world_size % size:
-            raise ConfigError(f"sequence parallelism over {size} ranks: the set has {world_size}, which is no multiple of it")
-        timeout = datetime.timedelta(seconds=timeout_s)
-        # Every rank takes part in making every group.
-        groups = [dist.new_group(list(range(first, first + size)), timeout) for first in range(0, world_size, size)]
-        return SequenceGroup(groups[rank // size], rank % size, size)
+        ranks = consecutive_ranks(size, "sequence parallelism over")
+        return SequenceGroup(group_of_rank(ranks, timeout_s), dist.get_rank() % size, size)
 
 
 @frozen
@@ -73,16 +82,20 @@ class Slice:
 
     def whole(self, values_T: Tensor) -> Tensor:
         """Return a column over all trained tokens from each rank's own. A collective."""
-        out: Tensor = _AllColumns.apply(values_T, self.own_T, self.num_trained, self.ranks.group)
-        return out
+        assert self.own_T is not None
+        # Each place is 0 on all ranks but one, so that the sum is that one's value to the last bit.
+        whole_T = values_T.new_zeros(self.num_trained, *values_T.shape[1:]).index_copy_(0, self.own_T, values_T.detach())
+        if self.num_trained:
+            dist.all_reduce(whole_T, group=self.ranks.group)
+        # The same values again (a sum has no -0), for the gradient: each rank takes that of its own, and nothing is added up.
+        return whole_T.index_copy(0, self.own_T, values_T + 0)
 
     def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return [1, heads / size, all tokens, d] for each [1, heads, own tokens, d], in one collective."""
-        size, parts = self.ranks.size, [self._for_ranks(tensor) for tensor in tensors]
+        parts = [self._for_ranks(tensor) for tensor in tensors]
         message = torch.cat([part.flatten(2) for part in parts], dim=2)
         received: Tensor = _Exchange.apply(message, self.ranks.group)
         pieces = received.flatten(0, 1)[: self.num_tokens].split([part[0, 0].numel() for part in parts], dim=1)
-        assert received.shape[0] == size
         return [piece.unflatten(1, part.shape[2:]).transpose(0, 1)[None] for piece, part in zip(pieces, parts, strict=True)]
 
     def to_tokens(self, out_SHD: Tensor) -> Tensor:
@@ -93,17 +106,16 @@ class Slice:
         return received.transpose(0, 1).flatten(1, 2)
 
     def _for_ranks(self, tensor: Tensor) -> Tensor:
-        size = self.ranks.size
-        x_LHD = tensor[0].transpose(0, 1)
-        if times := repeats(x_LHD.shape[1], size):
+        size, x_LHD = self.ranks.size, tensor[0].transpose(0, 1)
+        times = repeats(x_LHD.shape[1], size)
+        if times > 1:
             x_LHD = x_LHD.repeat_interleave(times, dim=1)
         return x_LHD.unflatten(1, (size, -1)).transpose(0, 1)
 
 
 def repeats(num_heads: int, size: int) -> int:
     """How often each head is repeated: query heads that share a key head are neighbours, and stay so."""
-    times = size // math.gcd(num_heads, size)
-    return 0 if times == 1 else times
+    return size // math.gcd(num_heads, size)
 
 
 class _Exchange(torch.autograd.Function):
@@ -112,33 +124,11 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
         ctx.group = group
-        return _exchanged(parts, group)
+        sent = parts.contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return received
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _exchanged(grad, ctx.group), None
-
-
-def _exchanged(parts: Tensor, group: Any) -> Tensor:
-    sent = parts.contiguous()
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    return received
-
-
-class _AllColumns(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values_T: Tensor, own_T: Tensor, num_trained: int, group: Any) -> Tensor:
-        ctx.save_for_backward(own_T)
-        # Each place is 0 on all ranks but one, so that the sum is that one's value to the last bit.
-        whole_T = values_T.new_zeros(num_trained, *values_T.shape[1:]).index_copy_(0, own_T, values_T)
-        if num_trained:
-            dist.all_reduce(whole_T, group=group)
-        return whole_T
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None, None]:
-        (own_T,) = ctx.saved_tensors
-        return grad_T.index_select(0, own_T), None, None, None
+        return _Exchange.apply(grad, ctx.group), None

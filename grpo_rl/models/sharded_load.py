@@ -34,10 +34,9 @@ class WeightFiles:
         index = _file(path, _INDEX)
         if index is not None:
             names: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            files = {name: _file(path, name) for name in set(names.values())}
-            if None in files.values():
-                return None
-            return WeightFiles({name: file for name, stored in names.items() if (file := files[stored]) is not None})
+            files = {stored: _file(path, stored) for stored in set(names.values())}
+            file_of = {name: file for name, stored in names.items() if (file := files[stored]) is not None}
+            return WeightFiles(file_of) if len(file_of) == len(names) else None
         single = _file(path, _SINGLE)
         if single is None:
             return None
@@ -49,13 +48,17 @@ class WeightFiles:
         if getattr(lm.config, "quantization_config", None) is not None or is_rearranged(lm):
             return False
         headers = self._headers()
-        for names, parameter in _named(lm.named_parameters(remove_duplicate=False)):
-            parts = self._parts(names, torch.empty(parameter.shape, device="meta"))
+        for names, _, parts in self._stored(lm):
             if not parts and not set(names).intersection(new):
                 return False
             if any(name not in headers or headers[name][0] != tuple(part.shape) for name, part, _ in parts):
                 return False
         return True
+
+    def _stored(self, lm: Any) -> Iterator[tuple[list[str], Any, list[tuple[str, Tensor, int]]]]:
+        """Yield each parameter with its names and the stored tensors that make it, on meta."""
+        for names, parameter in _named(lm.named_parameters(remove_duplicate=False)):
+            yield names, parameter, self._parts(names, torch.empty(parameter.shape, device="meta"))
 
     def has_other_head(self) -> bool:
         """Return whether the LM head in the files is another matrix than the embedding, by some rows."""
@@ -66,7 +69,7 @@ class WeightFiles:
         with ExitStack() as stack:
             head, embedding = (
                 stack.enter_context(safe_open(self._file_of[name], framework="pt")).get_slice(name)
-                for name in (heads[0], embeddings[0])
+                for name in heads + embeddings
             )
             if head.get_shape() != embedding.get_shape():
                 return True
@@ -76,16 +79,14 @@ class WeightFiles:
 
     def _parts(self, names: list[str], rows: Tensor, first: int = 0) -> list[tuple[str, Tensor, int]]:
         """Return (name, rows, their begin) of the stored tensors that make the rows from `first` on."""
-        for name in names:
-            if name in self._file_of:
-                return [(name, rows, first)]
-        if holds_experts(names[0]):
-            return [(name, part, 0) for name, part in per_expert(names[0], rows, first=first)]
-        return []
+        stored = next(filter(self._file_of.__contains__, names), None)
+        if stored is not None:
+            return [(stored, rows, first)]
+        return [(name, part, 0) for name, part in per_expert(names[0], rows, first)] if holds_experts(names[0]) else []
 
     @torch.no_grad()
     def read_into(self, lm: Any) -> None:
-        """Fill this rank's rows of every parameter that has storage; those that no file has become 0."""
+        """Fill this rank's rows of every parameter that has storage and is in a file."""
         # Distributed tensors take a third of a controller's imports, and it only looks at the files' heads.
         from grpo_rl.models.shards import local_of, rows_of
 
@@ -95,10 +96,7 @@ class WeightFiles:
                 continue  # a head that the model around `lm` has dropped
             start, stop = rows_of(parameter)
             local = local_of(parameter)[: stop - start]
-            parts = self._parts(names, local, start)
-            if not parts:
-                local.zero_()
-            for part in parts:
+            for part in self._parts(names, local, start):
                 parts_by_file.setdefault(self._file_of[part[0]], []).append(part)
         for path, entries in parts_by_file.items():
             with safe_open(path, framework="pt") as opened:
@@ -109,33 +107,22 @@ class WeightFiles:
         """By their names in files, one read at a time, experts one by one, a tied head under both names."""
         for names, tensor in _named(lm.state_dict(keep_vars=True).items()):
             for stored, _, _ in self._parts(names, tensor):
-                whole_tensor = self._read(stored)
-                if holds_experts(stored):
-                    yield from per_expert(stored, whole_tensor)
-                else:
-                    yield from ((name, whole_tensor) for name in (names if stored in names else [stored]))
-
-    def _read(self, name: str) -> Tensor:
-        with safe_open(self._file_of[name], framework="pt") as opened:
-            tensor: Tensor = opened.get_tensor(name)
-            return tensor
+                with safe_open(self._file_of[stored], framework="pt") as opened:
+                    whole_tensor = opened.get_tensor(stored)
+                for name in names if stored in names else [stored]:
+                    yield from per_expert(name, whole_tensor)
 
     def stored_as(self, lm: Any, dtype: str) -> list[Any]:
         headers = self._headers()
-        return [
-            parameter
-            for names, parameter in _named(lm.named_parameters(remove_duplicate=False))
-            if {headers[name][1] for name, _, _ in self._parts(names, torch.empty(parameter.shape, device="meta"))} == {dtype}
-        ]
+        return [parameter for _, parameter, parts in self._stored(lm) if {headers[name][1] for name, _, _ in parts} == {dtype}]
 
     def _headers(self) -> dict[str, tuple[tuple[int, ...], str]]:
         headers: dict[str, tuple[tuple[int, ...], str]] = {}
         for path in set(self._file_of.values()):
             with safe_open(path, framework="pt") as opened:
-                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-                headers |= {
-                    name: (tuple(tensor_slice.get_shape()), tensor_slice.get_dtype()) for name, tensor_slice in slices.items()
-                }
+                for name in opened.keys():  # noqa: SIM118
+                    stored = opened.get_slice(name)
+                    headers[name] = tuple(stored.get_shape()), stored.get_dtype()
         return headers
 
 
@@ -160,8 +147,6 @@ def is_rearranged(lm: Any) -> bool:
 def _file(path: str, name: str) -> Path | None:
     from transformers.utils.hub import cached_file
 
-    if Path(path).is_dir():
-        return Path(path) / name if (Path(path) / name).is_file() else None
     cached_path = cached_file(
         path,
         name,

@@ -21,7 +21,8 @@ from torch import Tensor
 PIECE = 1 << 17
 """Numbers that a CPU draws at a time: they stay in its cache."""
 _GOLDEN = 0x9E3779B97F4A7C15
-_MIX = (0x7FEB352D, 0x846CA68B)
+_MIX = (0x7FEB352D, 0x846CA68B - 2**32)
+"""Signed, as int32 has them."""
 
 
 def row_keys(seeds: Sequence[int], positions: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -50,18 +51,14 @@ def _draw(halves_B2: Tensor, base_V: Tensor, out_BV: Tensor) -> None:
 
 def _mixed_(x: Tensor) -> Tensor:
     """In place, int32; masks make the shifts unsigned."""
-    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_signed(_MIX[0]))
-    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_signed(_MIX[1]))
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_MIX[0])
+    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_MIX[1])
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
 
 
 @lru_cache(maxsize=8)
 def _base(num_tokens: int, device: str) -> Tensor:
     return _mixed_(torch.arange(num_tokens, dtype=torch.int32, device=device))
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 32) if value >= 1 << 31 else value
 
 
 def _splitmix(x_B: np.ndarray) -> np.ndarray:

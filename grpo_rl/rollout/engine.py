@@ -15,6 +15,11 @@ from grpo_rl.types import Completion, Request
 WeightBackend = Literal["object_store", "ipc", "nccl"]
 Device = Literal["cpu", "cuda"]
 Wakeable = Literal["weights", "kv_cache", "all"]
+_AS_THEY_ARE = (
+    *("name", "seed", "quantization", "max_num_batched_tokens", "use_torch_compile", "engines_per_device", "fp32_lm_head"),
+    *("enable_prefix_caching", "kv_cache_memory_bytes", "kv_cache_gib"),
+)
+"""Keys of `actor_rollout_ref.rollout` that are the spec's under the same names."""
 
 
 @frozen
@@ -71,7 +76,6 @@ class EngineSpec:
         return cls(
             model_path=model_path or model.path,
             max_model_len=rollout.max_model_len or cfg.data.max_prompt_length + cfg.data.max_response_length,
-            name=rollout.name,
             batched=rollout.hf.batched,
             device=device,
             dtype=dtype,
@@ -79,16 +83,9 @@ class EngineSpec:
             trust_remote_code=model.trust_remote_code,
             override_config=dict(model.override_config),
             tensor_parallel_size=rollout.tensor_model_parallel_size,
-            quantization=rollout.quantization,
             max_num_seqs=max_num_seqs(cfg, device),
-            max_num_batched_tokens=rollout.max_num_batched_tokens,
             enforce_eager=not on_gpu if rollout.enforce_eager is None else rollout.enforce_eager,
-            use_torch_compile=rollout.use_torch_compile,
-            engines_per_device=rollout.engines_per_device,
             gpu_memory_utilization=rollout.gpu_memory_utilization / rollout.engines_per_device,
-            kv_cache_memory_bytes=rollout.kv_cache_memory_bytes,
-            kv_cache_gib=rollout.kv_cache_gib,
-            enable_prefix_caching=rollout.enable_prefix_caching,
             sleep_mode=on_gpu and colocated and rollout.free_cache_engine,
             separate_process=rollout.separate_process and rollout.tensor_model_parallel_size == 1,
             updates_in_flight=updates_in_flight(cfg),
@@ -96,11 +93,10 @@ class EngineSpec:
             bucket_bytes=rollout.checkpoint_engine.update_weights_bucket_megabytes << 20,
             verify_checksum=on_gpu if verify is None else verify,
             adapter_scaling=model.lora_alpha / model.lora_rank if sends_adapters(cfg) else None,
-            fp32_lm_head=rollout.fp32_lm_head,
             deterministic=cfg.trainer.deterministic,
-            seed=rollout.seed,
             threads=rollout.cpu_threads or max(1, cores),
             engine_kwargs=dict(rollout.engine_kwargs.get(rollout.name, {})),
+            **{name: getattr(rollout, name) for name in _AS_THEY_ARE},
         )
 
 

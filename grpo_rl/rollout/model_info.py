@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 from transformers.utils import cached_file
 
 from grpo_rl.models.experts import stored_tensors
+from grpo_rl.models.load import GENERATION_FILE, load_tokenizer
 from grpo_rl.rollout.engine import EngineSpec
 
 
@@ -33,7 +34,7 @@ def model_on_meta(spec: EngineSpec) -> Any:
 
 
 def stop_token_ids(spec: EngineSpec) -> tuple[int, ...]:
-    has_generation = has_file(spec.model_path, "generation_config.json")
+    has_generation = has_file(spec.model_path, GENERATION_FILE)
     sources: list[Any] = [GenerationConfig.from_pretrained(spec.model_path)] if has_generation else []
     stop_ids: set[int] = set()
     for source in (*sources, load_config(spec), _tokenizer(spec)):
@@ -53,10 +54,10 @@ def response_decoder(spec: EngineSpec) -> Callable[[np.ndarray], str]:
         text = ""
         for is_token, group in itertools.groupby(token_ids.tolist(), key=num_tokens.__gt__):
             ids = list(group)
-            if is_token:
-                text += tokenizer.decode(ids, skip_special_tokens=True)
-            else:
-                text += "".join(f"<token {number}>" for number in ids)
+            shown = (
+                tokenizer.decode(ids, skip_special_tokens=True) if is_token else "".join(f"<token {number}>" for number in ids)
+            )
+            text += shown
         return text
 
     return decode
@@ -71,8 +72,7 @@ def kv_bytes_per_token(config: PretrainedConfig, dtype: str) -> int:
 
 
 def has_file(model: str, name: str) -> bool:
-    cached_path = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
-    return cached_path is not None
+    return cached_file(model, name, _raise_exceptions_for_missing_entries=False) is not None
 
 
 def _tokenizer(spec: EngineSpec) -> Any:
@@ -80,9 +80,7 @@ def _tokenizer(spec: EngineSpec) -> Any:
     # Asked first, because transformers makes an empty tokenizer of a folder that has none, with 0 as its end.
     if spec.tokenizer_path is None and not has_file(source, "tokenizer_config.json"):
         return None
-    return _load_tokenizer(source, spec.trust_remote_code)
+    return _load_tokenizer(source, trust_remote_code=spec.trust_remote_code)
 
 
-@lru_cache(maxsize=1)
-def _load_tokenizer(source: str, trust_remote_code: bool) -> Any:
-    return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+_load_tokenizer = lru_cache(maxsize=1)(load_tokenizer)

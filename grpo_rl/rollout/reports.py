@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from grpo_rl.columns import Block, RemoteBlock, TextView, View, encode_text
 from grpo_rl.frozen import frozen
@@ -48,10 +49,10 @@ def pack(completions: Sequence[Completion]) -> tuple[list[Report], Block]:
     ]
     supports = [completion.support for completion in completions if completion.support is not None]
     return reports, {
-        "token_ids": joined([np.asarray(completion.response_ids) for completion in completions], np.int32),
-        "logprobs": joined([np.asarray(completion.logprobs) for completion in completions], np.float32),
-        "support_counts": joined([np.asarray(support.counts) for support in supports], np.int32),
-        "support_ids": joined([np.asarray(support.token_ids) for support in supports], np.int32),
+        "token_ids": joined([completion.response_ids for completion in completions], np.int32),
+        "logprobs": joined([completion.logprobs for completion in completions], np.float32),
+        "support_counts": joined([support.counts for support in supports], np.int32),
+        "support_ids": joined([support.token_ids for support in supports], np.int32),
         "text": np.frombuffer(b"".join(texts), dtype=np.uint8),
     }
 
@@ -79,5 +80,5 @@ def unpack(reports: Sequence[Report], block: Block | RemoteBlock) -> Iterator[Co
         start, text = start + length, text + report.text_bytes
 
 
-def joined(arrays: Sequence[np.ndarray], dtype: type[np.int32] | type[np.float32]) -> np.ndarray:
+def joined(arrays: Sequence[ArrayLike], dtype: type[np.int32] | type[np.float32]) -> np.ndarray:
     return np.concatenate(arrays, dtype=dtype) if arrays else np.empty(0, dtype=dtype)

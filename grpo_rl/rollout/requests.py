@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from grpo_rl.errors import WeightVersionError
-from grpo_rl.types import GREEDY, Completion, Prompt, Request, Rollout, Sampling
+from grpo_rl.types import GREEDY, Completion, Episode, Prompt, Request, Rollout, Sampling
 
 if TYPE_CHECKING:
     from grpo_rl.protocols import RolloutPool
@@ -115,24 +115,20 @@ class RequestPool(WholeBatches):
 
     def submit(self, prompts: Sequence[Prompt], n: int, sampling: Sampling, *, greedy: bool = False) -> list[str]:
         """Raises ValueError, and asks for none, if a rollout of this prompt was not handed over yet."""
-        rollouts: dict[str, tuple[Prompt, int]] = {}
-        requests: list[Request] = []
-        for prompt in prompts:
-            for sample in [*range(n), *([GREEDY] if greedy else [])]:
-                rollouts[rollout_id(prompt, sample)] = (prompt, sample)
-                settings = sampling_of(sampling, prompt.uid, sample)
-                requests.append(Request(rollout_id(prompt, sample), prompt.token_ids, settings))
-        return self._add(rollouts, requests, at_once=True)
+        samples = [*range(n), *([GREEDY] if greedy else [])]
+        asked = [(prompt, sample, sampling_of(sampling, prompt.uid, sample), "") for prompt in prompts for sample in samples]
+        return self._add(asked, at_once=True)
 
     def ask(self, turns: Sequence[tuple[Prompt, Sampling, str]]) -> list[str]:
         """Raises ValueError as `submit` does. Requests go to the engines with the next `completed`."""
-        rollouts = {rollout_id(prompt, 0): (prompt, 0) for prompt, _, _ in turns}
-        requests = [
-            Request(rollout_id(prompt, 0), prompt.token_ids, sampling, conversation) for prompt, sampling, conversation in turns
-        ]
-        return self._add(rollouts, requests, at_once=False)
+        return self._add([(prompt, 0, sampling, conversation) for prompt, sampling, conversation in turns], at_once=False)
 
-    def _add(self, rollouts: dict[str, tuple[Prompt, int]], requests: list[Request], *, at_once: bool) -> list[str]:
+    def _add(self, asked: Sequence[tuple[Prompt, int, Sampling, str]], *, at_once: bool) -> list[str]:
+        rollouts = {rollout_id(prompt, sample): (prompt, sample) for prompt, sample, *_ in asked}
+        requests = [
+            Request(rollout_id(prompt, sample), prompt.token_ids, sampling, conversation)
+            for prompt, sample, sampling, conversation in asked
+        ]
         taken = sorted(rollouts.keys() & self._wanted.keys())
         if taken or len(rollouts) < len(requests):
             raise ValueError(f"rollouts are being sampled already: {', '.join(taken[:5]) or 'a prompt comes twice'}")
@@ -146,19 +142,24 @@ class RequestPool(WholeBatches):
             self._ended.pop(name, None)
 
     def _hand_over(self, request_id: str) -> Rollout:
-        ended, (prompt, sample) = self._ended.pop(request_id), self._wanted.pop(request_id)
-        check_versions(ended, self.version, self.max_staleness)
-        return Rollout(
-            prompt=prompt,
-            sample_index=sample,
-            response_ids=ended.response_ids,
-            rollout_logprobs=ended.logprobs,
-            finish_reason=ended.finish_reason,
-            versions=ended.versions,
-            support=ended.support,
-            text=ended.text,
-            cached_tokens=ended.cached_tokens,
-        )
+        completion, asked = self._ended.pop(request_id), self._wanted.pop(request_id)
+        check_versions(completion, self.version, self.max_staleness)
+        return rollout_of(*asked, completion)
+
+
+def rollout_of(prompt: Prompt, sample: int, completion: Completion, episode: Episode | None = None) -> Rollout:
+    return Rollout(
+        prompt=prompt,
+        sample_index=sample,
+        response_ids=completion.response_ids,
+        rollout_logprobs=completion.logprobs,
+        finish_reason=completion.finish_reason,
+        versions=completion.versions,
+        support=completion.support,
+        text=completion.text,
+        episode=episode,
+        cached_tokens=completion.cached_tokens,
+    )
 
 
 def check_versions(completion: Completion, version: int, max_staleness: int | None) -> None:

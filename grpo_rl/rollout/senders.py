@@ -26,8 +26,8 @@ from grpo_rl.rollout.weights import (
     WeightBucket,
     WeightTransferError,
     describe,
-    digest,
     group_by_bytes,
+    noted,
     pack,
     write_flat,
 )
@@ -36,12 +36,12 @@ from grpo_rl.rollout.weights import (
 @dataclass(eq=False)
 class WeightSender:
     bucket_bytes: int
-    dtype: torch.dtype | None = None
-    """The engines' type; None: tensors are sent as they are."""
     verify: bool = False
     is_source: bool = True
     """True on the rank that provides the bytes if one is enough."""
     timeout_s: float = 600.0
+    readers: int = 1
+    """Engines that open each buffer (IPC)."""
     _digests: dict[str, str] = field(default_factory=dict, init=False)
 
     def buckets(self, named_full_tensors: Iterable[NamedTensor]) -> Iterator[WeightBucket]:
@@ -59,16 +59,7 @@ class WeightSender:
 
     def groups(self, named_full_tensors: Iterable[NamedTensor]) -> Iterator[list[NamedTensor]]:
         self._digests = {}
-        yield from group_by_bytes(self._on_the_wire(named_full_tensors), self.bucket_bytes)
-
-    def _on_the_wire(self, named_full_tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-        for name, tensor in named_full_tensors:
-            tensor = tensor.detach()
-            if self.dtype is not None and tensor.is_floating_point():
-                tensor = tensor.to(self.dtype)
-            if self.verify:
-                self._digests[name] = digest(tensor)
-            yield name, tensor
+        return group_by_bytes(noted(named_full_tensors, self._digests if self.verify else None), self.bucket_bytes)
 
 
 class ObjectStoreSender(WeightSender):
@@ -79,11 +70,8 @@ class ObjectStoreSender(WeightSender):
             yield pack(group) if self.is_source else describe(group)
 
 
-@dataclass(eq=False)
 class IpcSender(WeightSender):
     """The engine on the same GPU copies out before it answers: one buffer per rank is enough."""
-
-    readers: int = 1
 
     def buckets(self, named_full_tensors: Iterable[NamedTensor]) -> Iterator[WeightBucket]:
         torch.cuda.ipc_collect()
@@ -161,15 +149,7 @@ class NcclSender(WeightSender):
 
 
 def make_sender(
-    backend: WeightBackend,
-    bucket_bytes: int,
-    dtype: torch.dtype | None = None,
-    verify: bool = False,
-    rank: int = 0,
-    timeout_s: float = 600.0,
-    readers: int = 1,
+    backend: WeightBackend, bucket_bytes: int, verify: bool = False, rank: int = 0, timeout_s: float = 600.0, readers: int = 1
 ) -> WeightSender:
-    if backend == "ipc":
-        return IpcSender(bucket_bytes, dtype, verify, rank == 0, timeout_s, readers)
-    kinds: dict[WeightBackend, type[WeightSender]] = {"object_store": ObjectStoreSender, "nccl": NcclSender}
-    return kinds[backend](bucket_bytes, dtype, verify, rank == 0, timeout_s)
+    kinds: dict[WeightBackend, type[WeightSender]] = {"object_store": ObjectStoreSender, "ipc": IpcSender, "nccl": NcclSender}
+    return kinds[backend](bucket_bytes, verify, rank == 0, timeout_s, readers)

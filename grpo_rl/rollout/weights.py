@@ -81,8 +81,7 @@ def group_by_bytes(named_tensors: Iterable[NamedTensor], bucket_bytes: int) -> I
 
 
 def pack_buckets(named_tensors: Iterable[NamedTensor], bucket_bytes: int) -> Iterator[WeightBucket]:
-    for group in group_by_bytes(named_tensors, bucket_bytes):
-        yield pack(group)
+    return map(pack, group_by_bytes(named_tensors, bucket_bytes))
 
 
 def pack(group: Sequence[NamedTensor]) -> WeightBucket:
@@ -102,11 +101,9 @@ def describe(group: Sequence[NamedTensor]) -> WeightBucket:
 
 def write_flat(group: Sequence[NamedTensor], flat: Tensor) -> None:
     """Copy one group back to back into `flat` (uint8)."""
-    start = 0
-    for _, tensor in group:
-        end = start + tensor.nbytes
-        flat[start:end].copy_(_bytes(tensor))
-        start = end
+    sizes = [tensor.nbytes for _, tensor in group]
+    for (_, tensor), piece in zip(group, flat[: sum(sizes)].split(sizes), strict=True):
+        piece.copy_(_bytes(tensor))
 
 
 def merge_ranks(buckets: Sequence[WeightBucket | None]) -> WeightBucket:
@@ -131,16 +128,24 @@ def digest(tensor: Tensor) -> str:
     same on every device, another one if any word is another, and, but for a chance of 2^-64, if several are
     or change places.
     """
-    data, total = _bytes(tensor), torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, len(data), DIGEST_BYTES):
-        piece = data[start : start + DIGEST_BYTES]
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for number, piece in enumerate(_bytes(tensor).split(DIGEST_BYTES)):
+        start = number * DIGEST_BYTES // 8
         words = torch.zeros(math.ceil(len(piece) / 8), dtype=torch.int64, device=piece.device)
         words.view(torch.uint8)[: len(piece)].copy_(piece)
         # Numbers of low precision have zeros at their ends, which a product would leave there.
         words ^= words >> 32
-        factors = torch.arange(start // 8, start // 8 + len(words), device=piece.device).mul_(2).add_(1).mul_(MIXER)
+        factors = torch.arange(start, start + len(words), device=piece.device).mul_(2).add_(1).mul_(MIXER)
         total += words.mul_(factors).sum()
     return f"{tensor.dtype}{tuple(tensor.shape)} {int(total) % 2**64:016x}"
+
+
+def noted(named_tensors: Iterable[NamedTensor], digests: dict[str, str] | None) -> Iterator[NamedTensor]:
+    """Yield the tensors, and put the digest of each into `digests` unless it is None."""
+    for name, tensor in named_tensors:
+        if digests is not None:
+            digests[name] = digest(tensor)
+        yield name, tensor
 
 
 def check_digests(sent: Mapping[str, str], received: Mapping[str, str], receiver: str) -> None:
@@ -151,9 +156,8 @@ def check_digests(sent: Mapping[str, str], received: Mapping[str, str], receiver
         )
 
 
-def first_names(names: Sequence[str], most: int = 5) -> str:
-    listed_names = ", ".join(names[:most])
-    return listed_names if len(names) <= most else f"{listed_names} and {len(names) - most} more"
+def first_names(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -178,7 +182,7 @@ class WeightUpdate:
 
     def __init__(self, expected: Mapping[str, tuple[int, ...]], in_flight: bool = False) -> None:
         self._in_flight = in_flight
-        self._expected = dict(expected)
+        self._expected = expected
         self._arrived: set[str] = set()
         self._next: int | None = None
         self._lost = False

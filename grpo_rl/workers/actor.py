@@ -43,9 +43,7 @@ class ActorWorker(Teaches, TrainedRank[ActorSpec, PolicyModel]):
         self.ref_head: dict[str, Tensor | None] = self._reference_head() if needs_head else {}
         sender = spec.sender
         self._wire_dtype: torch.dtype | None = getattr(torch, sender.dtype) if sender.dtype else None
-        self.sender = make_sender(
-            sender.backend, sender.bucket_bytes, self._wire_dtype, sender.verify, rank.rank, rank.timeout_s, sender.readers
-        )
+        self.sender = make_sender(sender.backend, sender.bucket_bytes, sender.verify, rank.rank, rank.timeout_s, sender.readers)
         self._buckets: Iterator[WeightBucket] | None = None
         self._mismatches: list[Callable[[], dict[str, Tensor]]] = []
         """What is to be computed of the passes of an optimizer step when it ends."""

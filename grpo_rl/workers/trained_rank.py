@@ -16,7 +16,7 @@ from grpo_rl.checkpoint.rank_files import RankFiles, weights_of
 from grpo_rl.faults import fault_point
 from grpo_rl.models import fsdp
 from grpo_rl.models.forward import PackedModel
-from grpo_rl.models.optim import make_optimizer, make_scheduler
+from grpo_rl.models.optim import lr_factor, make_optimizer
 from grpo_rl.types import Batch, Counts
 from grpo_rl.workers.device_memory import DeviceMemory, OnDevice
 from grpo_rl.workers.model_work import ModelWork
@@ -61,7 +61,7 @@ class TrainedRank(PerToken, Saves, ABC, Generic[S, M]):
         self.model: M = self.build()
         self.work = ModelWork(self.model)
         self.optimizer = make_optimizer(self.model, spec.optim)
-        self.scheduler = make_scheduler(self.optimizer, spec.optim, spec.total_optimizer_steps)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lr_factor(spec.optim, spec.total_optimizer_steps))
         self.files = RankFiles(self.model, self.optimizer, self.scheduler, rank.rank, rank.patience_s)
         offload = spec.param_offload, spec.optimizer_offload, spec.in_host_memory
         self.memory = DeviceMemory(self.model, self.device, self.optimizer, *offload)

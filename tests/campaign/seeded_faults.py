@@ -163,8 +163,8 @@ FAULTS: list[Fault] = [
     _F(
         "mask one token off",
         "models/packing.py",
-        "Layout.of(token_ids_S, lengths_N, within_T - 1, trained_lengths_N, group_N)",
-        "Layout.of(token_ids_S, lengths_N, within_T, trained_lengths_N, group_N)",
+        "_laid_out(token_ids_S, lengths_N, within_T - 1, trained_lengths_N, group_N, device)",
+        "_laid_out(token_ids_S, lengths_N, within_T, trained_lengths_N, group_N, device)",
         "unit/models",
     ),
     _F(

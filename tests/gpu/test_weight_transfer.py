@@ -146,7 +146,7 @@ def perturb(model: Qwen3ForCausalLM, seed: int) -> None:
 
 def update(engine: RemoteEngine, sender: WeightSender, model: Qwen3ForCausalLM, version: int) -> None:
     engine("start_weight_update", version)
-    for bucket in sender.buckets(model.state_dict().items()):
+    for bucket in sender.buckets((name, tensor.bfloat16()) for name, tensor in model.state_dict().items()):
         engine("load_bucket", merge_ranks([bucket]))
     engine("finish_weight_update")
     check_digests(sender.sent_digests(), engine("received_digests"), "engine")
@@ -174,7 +174,7 @@ def test_weights_reach_an_engine(
 ) -> None:
     """The engine has a GPU of its own if weights come by NCCL, else the trainer's."""
     engine = start(spec_for(model, backend, bucket_bytes), int(backend == "nccl"))
-    sender = make_sender(backend, bucket_bytes, dtype=torch.bfloat16, verify=True)
+    sender = make_sender(backend, bucket_bytes, verify=True)
     if backend == "nccl":
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -201,6 +201,6 @@ def test_a_sleeping_engine_frees_its_memory_and_samples_again_after_new_weights(
     with pytest.raises(WeightTransferError, match="gave its weights up"):
         engine("generate", [Request("early", np.array([5], np.int32), Sampling(1))])
     perturb(model, 11)
-    update(engine, make_sender("ipc", 1 << 26, dtype=torch.bfloat16, verify=True), model, 1)
+    update(engine, make_sender("ipc", 1 << 26, verify=True), model, 1)
     engine("wake_up", "kv_cache")
     assert_engine_has_weights_of(engine, model, 1)

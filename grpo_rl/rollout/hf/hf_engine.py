@@ -19,7 +19,7 @@ from grpo_rl.models.experts import stored_tensors
 from grpo_rl.rollout.engine import EngineSpec, NcclRendezvous, Wakeable, check_requests
 from grpo_rl.rollout.hf.token_sampling import sample, support_of
 from grpo_rl.rollout.model_info import load_config, stop_token_ids
-from grpo_rl.rollout.weights import WeightBucket, WeightTransferError, WeightUpdate, digest
+from grpo_rl.rollout.weights import WeightBucket, WeightTransferError, WeightUpdate, noted
 from grpo_rl.types import Completion, FinishReason, Request, Versions, extended
 
 
@@ -32,17 +32,11 @@ class _Running:
     versions: Versions = ()
     left: list[Tensor] = field(default_factory=list)
 
-    @property
-    def token_ids(self) -> list[int]:
-        return [*self.request.prompt_ids.tolist(), *self.response_ids]
+    def num_tokens(self) -> int:
+        return len(self.request.prompt_ids) + len(self.response_ids)
 
-
-@dataclass(slots=True)
-class _Batch:
-    """Requests that share forward passes, and the cache of all their tokens but the newest of each."""
-
-    rows: list[_Running]
-    cache: RowCache
+    def token_ids(self) -> tuple[int, ...]:
+        return (*self.request.prompt_ids.tolist(), *self.response_ids)
 
 
 class HfEngine:
@@ -103,12 +97,10 @@ class HfEngine:
             self._unread.append(_Running(request, row_seed))
             num_running += 1
         for batch in self._batches:
-            newest = [row.response_ids[-1] for row in batch.rows]
-            self._sample(batch.rows, batch.cache.extend(self._model, newest, self._device))
+            self._sample(batch.rows, batch.extend(self._model, self._device))
         for batch in self._read():
             if self._spec.batched and self._batches:
-                self._batches[0].rows += batch.rows
-                self._batches[0].cache.append(batch.cache)
+                self._batches[0].append(batch)
             else:
                 self._batches.append(batch)
         return self._take_ended()
@@ -128,9 +120,7 @@ class HfEngine:
     @torch.no_grad()
     def load_bucket(self, bucket: WeightBucket) -> None:
         self._update.receive(bucket)
-        for name, tensor in bucket.tensors():
-            if self._spec.verify_checksum:
-                self._digests[name] = digest(tensor)
+        for name, tensor in noted(bucket.tensors(), self._digests if self._spec.verify_checksum else None):
             # A tied head is the embedding under a second name: both are sent and hold the same values.
             self._own[name].copy_(tensor)
 
@@ -156,18 +146,12 @@ class HfEngine:
     def _read(self) -> Iterator[_Batch]:
         """Read the unread requests, in batches of one length, and sample a token of each."""
         unread, self._unread = self._unread, []
-        if not self._spec.batched:
-            parts = [[row] for row in unread]
-        else:
-            by_length = groupby(sorted(unread, key=lambda row: len(row.token_ids)), key=lambda row: len(row.token_ids))
-            parts = []
-            for length, rows in by_length:
-                same, at_once = list(rows), max(1, self._spec.max_num_batched_tokens // length)
-                parts += [same[start : start + at_once] for start in range(0, len(same), at_once)]
-        for rows_of_part in parts:
-            cache, logits_BV = RowCache.read(self._model, [row.token_ids for row in rows_of_part], self._device)
-            self._sample(rows_of_part, logits_BV)
-            yield _Batch(rows_of_part, cache)
+        for length, rows in groupby(sorted(unread, key=_Running.num_tokens), key=_Running.num_tokens):
+            same, at_once = list(rows), max(1, self._spec.max_num_batched_tokens // length) if self._spec.batched else 1
+            for start in range(0, len(same), at_once):
+                batch, logits_BV = _Batch.read(self._model, same[start : start + at_once], self._device)
+                self._sample(batch.rows, logits_BV)
+                yield batch
 
     def _sample(self, rows: Sequence[_Running], logits_BV: Tensor) -> None:
         settings, seeds = [row.request.sampling for row in rows], [row.seed for row in rows]
@@ -183,12 +167,10 @@ class HfEngine:
         completions = []
         for batch in self._batches:
             reasons = [self._finish_reason(row) for row in batch.rows]
-            ended = [(row, reason) for row, reason in zip(batch.rows, reasons, strict=True) if reason is not None]
-            completions += [_completion(row, reason) for row, reason in ended]
+            completions += [_completion(row, reason) for row, reason in zip(batch.rows, reasons, strict=True) if reason]
             going_on = [place for place, reason in enumerate(reasons) if reason is None]
-            batch.rows = [batch.rows[place] for place in going_on]
-            if ended and going_on:
-                batch.cache.keep(going_on)
+            if len(going_on) < len(reasons):
+                batch.keep(going_on)
         self._batches = [batch for batch in self._batches if batch.rows]
         return completions
 
@@ -210,60 +192,60 @@ def _completion(row: _Running, reason: FinishReason) -> Completion:
     )
 
 
-class RowCache:
-    """Keys and values of rows aligned at their ends: [rows, heads, width, head dim] for each layer.
+class _Batch:
+    """Requests that share forward passes, with the keys and values of all their tokens but the newest of each.
 
-    A shorter row has masked columns at the front. Rows of equal length need no mask.
+    They are [rows, heads, width, head dim] for each layer, with rows aligned at their ends: a shorter row has
+    masked columns at the front. Rows of equal length need no mask.
     """
 
-    def __init__(self, cache: DynamicCache, lengths: Sequence[int]) -> None:
+    def __init__(self, rows: list[_Running], cache: DynamicCache) -> None:
+        self.rows = rows
         self._cache: Any = cache
         """Its layers have `keys` and `values`, as a DynamicCache's."""
-        self._lengths = list(lengths)
 
     @classmethod
-    def read(cls, model: Any, token_ids: Sequence[Sequence[int]], device: torch.device) -> tuple[RowCache, Tensor]:
-        """Read sequences of one length, equal ones once; return cache and next logits, [rows, V]."""
+    def read(cls, model: Any, rows: list[_Running], device: torch.device) -> tuple[_Batch, Tensor]:
+        """Read requests of one length, equal ones once; return the batch and the next logits, [rows, V]."""
         places: dict[tuple[int, ...], int] = {}
-        rows = [places.setdefault(tuple(ids), len(places)) for ids in token_ids]
+        place_of_row = [places.setdefault(row.token_ids(), len(places)) for row in rows]
         cache = DynamicCache()
         logits_BV = model(
             input_ids=torch.tensor(list(places), device=device), past_key_values=cache, use_cache=True, logits_to_keep=1
         ).logits[:, -1]
-        row_cache = cls(cache, [len(ids) for ids in token_ids])
-        if len(places) == len(rows):
-            return row_cache, logits_BV
-        index = torch.tensor(rows, device=device)
-        cache.batch_select_indices(index)
-        return row_cache, logits_BV[index]
+        if len(places) < len(rows):
+            index = torch.tensor(place_of_row, device=device)
+            cache.batch_select_indices(index)
+            logits_BV = logits_BV[index]
+        return cls(rows, cache), logits_BV
 
-    def extend(self, model: Any, token_ids: Sequence[int], device: torch.device) -> Tensor:
-        """Read one more token of each row; return the next logits, [rows, V]."""
-        width, mixed = max(self._lengths), {}
-        if min(self._lengths) < width:
-            lengths = torch.tensor(self._lengths, device=device)[:, None]
+    def extend(self, model: Any, device: torch.device) -> Tensor:
+        """Read the newest token of each row; return the next logits, [rows, V]."""
+        lengths, mixed = [row.num_tokens() - 1 for row in self.rows], {}
+        width = max(lengths)
+        if min(lengths) < width:
+            lengths_B1 = torch.tensor(lengths, device=device)[:, None]
             columns = torch.arange(width + 1, device=device)
-            mixed = {"attention_mask": (columns >= width - lengths).long(), "position_ids": lengths}
-        input_ids = torch.tensor(token_ids, device=device)[:, None]
+            mixed = {"attention_mask": (columns >= width - lengths_B1).long(), "position_ids": lengths_B1}
+        input_ids = torch.tensor([row.response_ids[-1] for row in self.rows], device=device)[:, None]
         logits = model(input_ids=input_ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1, **mixed).logits
-        self._lengths = [length + 1 for length in self._lengths]
         return logits[:, -1]
 
-    def keep(self, rows: Sequence[int]) -> None:
-        previous_width = max(self._lengths)
-        self._lengths = [self._lengths[row] for row in rows]
-        unused = previous_width - max(self._lengths)
-        index = torch.tensor(rows)
+    def keep(self, places: Sequence[int]) -> None:
+        self.rows = [self.rows[place] for place in places]
+        # Of the columns, those of the newest tokens are not there yet.
+        width = max((row.num_tokens() for row in self.rows), default=1) - 1
+        index = torch.tensor(places, dtype=torch.long)
         for layer in self._cache.layers:
-            layer.keys = layer.keys[index.to(layer.keys.device), :, unused:]
-            layer.values = layer.values[index.to(layer.values.device), :, unused:]
+            unused = layer.keys.shape[-2] - width
+            layer.keys, layer.values = layer.keys[index, :, unused:], layer.values[index, :, unused:]
 
-    def append(self, other: RowCache) -> None:
-        width = max(*self._lengths, *other._lengths)
+    def append(self, other: _Batch) -> None:
         for layer, added in zip(self._cache.layers, other._cache.layers, strict=True):
+            width = max(layer.keys.shape[-2], added.keys.shape[-2])
             layer.keys = torch.cat([_widened(layer.keys, width), _widened(added.keys, width)])
             layer.values = torch.cat([_widened(layer.values, width), _widened(added.values, width)])
-        self._lengths += other._lengths
+        self.rows += other.rows
 
 
 def _widened(states: Tensor, width: int) -> Tensor:

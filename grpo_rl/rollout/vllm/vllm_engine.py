@@ -66,9 +66,8 @@ class VllmEngine:
         A separate process labels tokens (vLLM 0.32 or newer); otherwise they must be handed over in the step
         that samples them, and vLLM's asynchronous scheduling hands the newest over one step later.
         """
-        if not self._labels:
-            return False
-        return self._spec.separate_process or not self._llm.vllm_config.scheduler_config.async_scheduling
+        at_once = self._spec.separate_process or not self._llm.vllm_config.scheduler_config.async_scheduling
+        return self._labels and at_once
 
     def submit(self, requests: Sequence[Request]) -> None:
         from vllm.inputs.engine import tokens_input

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from grpo_rl.rollout.counter_noise import exponential_noise, row_keys
 from grpo_rl.rollout.engine import EngineSpec, NcclRendezvous
+from grpo_rl.rollout.reports import joined
 from grpo_rl.rollout.weights import WeightTransferError
 
 if TYPE_CHECKING:
@@ -154,17 +155,18 @@ class ReportedArrays:
         rows = output.new_logprobs
         if rows is None:
             return
-        if rows.logprobs.shape[1] == 1:
-            self._logprobs.append(rows.logprobs)
-            self._token_ids.append(rows.logprob_token_ids)
-        else:
-            self._logprobs.append(rows.logprobs[:, : self._width].astype(np.float32))
-            self._token_ids.append(rows.logprob_token_ids[:, : self._width].astype(np.int32))
+        logprobs, token_ids = rows.logprobs, rows.logprob_token_ids
+        if logprobs.shape[1] > 1:
+            logprobs, token_ids = logprobs[:, : self._width].astype(np.float32), token_ids[:, : self._width].astype(np.int32)
+        self._logprobs.append(logprobs)
+        self._token_ids.append(token_ids)
 
     @property
     def logprobs(self) -> Reported:
-        token_ids = np.concatenate([np.empty(0, np.int32), *map(np.ravel, self._token_ids)], dtype=np.int32)
-        logprobs = np.concatenate([np.empty(0, np.float32), *map(np.ravel, self._logprobs)], dtype=np.float32)
+        token_ids, logprobs = (
+            joined([*map(np.ravel, self._token_ids)], np.int32),
+            joined([*map(np.ravel, self._logprobs)], np.float32),
+        )
         return Reported(token_ids, logprobs, np.arange(0, len(logprobs), self._width))
 
 

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from vllm.config.weight_transfer import WeightTransferConfig
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferInitInfo
@@ -22,7 +16,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from grpo_rl.processes.family import die_with
 from grpo_rl.rollout.vllm.vllm_patches import CounterSampler, able, pack_experts_again, store_waits, whole_handle
-from grpo_rl.rollout.weights import WeightBucket, WeightTransferError, digest
+from grpo_rl.rollout.weights import WeightBucket, WeightTransferError, noted
 
 ENGINE_PREFIX = "grpo_rl_"
 VERIFY_SUFFIX = "_verified"
@@ -49,23 +43,9 @@ class RolloutWorkerExtension:
         return dict(getattr(self.weight_transfer_engine, "received_digests", {}))
 
 
-class _RecordingModel:
+class _Verified:
     """Keeps a digest of each tensor that is loaded into the model."""
 
-    def __init__(self, model: torch.nn.Module, digests: dict[str, str]) -> None:
-        self._model = model
-        self._digests = digests
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
-        return self._model.load_weights(self._recorded(weights))  # type: ignore[operator]
-
-    def _recorded(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in weights:
-            self._digests[name] = digest(tensor)
-            yield name, tensor
-
-
-class _Verified:
     model: Any
     received_digests: dict[str, str]
 
@@ -74,12 +54,12 @@ class _Verified:
         super().start_weight_update()  # type: ignore[misc]
 
     def receive_weights(self, update_info: Any) -> None:
-        model = self.model
-        self.model = _RecordingModel(model, self.received_digests)
+        load = self.model.load_weights
+        self.model.load_weights = lambda weights: load(noted(weights, self.received_digests))
         try:
             super().receive_weights(update_info)  # type: ignore[misc]
         finally:
-            self.model = model
+            del self.model.load_weights
 
 
 @dataclass

@@ -136,8 +136,7 @@ def test_blocks_that_a_kernel_takes_as_they_lie_have_the_values_of_the_cpu_path(
     expected = run(query, key, value, Packing.of(block_lengths, "cpu", continues), scaling=0.3)
     # As on a GPU: keys of each block are copied together, and the kernel is there.
     packing = Packing.of(block_lengths, "cpu", continues)
-    starts = block_lengths.cumsum(0) - block_lengths
-    keys = None if continues is None else GatheredKeys.of(starts, block_lengths, continues, "cpu")
+    keys = None if continues is None else GatheredKeys.of(block_lengths, continues, "cpu")
     monkeypatch.setattr(attention, "takes_blocks_as_they_lie", lambda query, dropout: True)
     packing = dataclasses.replace(packing, keys=keys)
     out = run(query, key, value, packing, scaling=0.3)

@@ -16,7 +16,7 @@ from grpo_rl.algos.losses.contract import LossInput
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.segments import Segments
 from grpo_rl.models.forward import PolicyModel
-from grpo_rl.models.lm_head import Head, head_columns, in_chunks, token_logprobs
+from grpo_rl.models.lm_head import Head, chunks_of, head_columns, in_chunks, token_logprobs
 from grpo_rl.models.packing import Sequences
 from grpo_rl.types import Batch
 from grpo_rl.workers.sharded_policy import sequences_of
@@ -319,9 +319,9 @@ def test_logprobs_and_gradients_are_those_of_autograd_in_float64(precision, boun
     expected_T.backward(grad_T.double())
     ours = [tensor.clone().requires_grad_() for tensor in inputs]
     head = Head.of(ours[1], ours[2] if bias else None, 0.7, precision)
-    rows = [mask.logical_not().nonzero().int().unbind(1) for mask in left_out_TV.split(chunk_tokens)]
-    support = [(row_M, id_M.long()) for row_M, id_M in rows] if limited else None
-    logprobs_T = token_logprobs(head, ours[0], target_T, chunk_tokens, support)
+    counts_T, ids_M = (~left_out_TV).sum(1).int(), left_out_TV.logical_not().nonzero()[:, 1]
+    chunks = chunks_of(23, chunk_tokens, (counts_T, ids_M) if limited else None)
+    logprobs_T = token_logprobs(head, ours[0], target_T, chunks)
     logprobs_T.backward(grad_T)
     assert float((logprobs_T - expected_T).detach().abs().max()) < 20 * bound
     for tensor, correct in zip(ours, exact, strict=True):
@@ -331,11 +331,11 @@ def test_logprobs_and_gradients_are_those_of_autograd_in_float64(precision, boun
 def test_no_gradient_is_made_of_what_is_frozen_and_none_of_no_tokens():
     (hidden_TD, weight_VD), target_T, grad_T = inputs_of_head(9, 30, bias=False)
     hidden_TD.requires_grad_()
-    token_logprobs(Head.of(weight_VD, None, 1.0, "float32"), hidden_TD, target_T, 4).backward(grad_T)
+    token_logprobs(Head.of(weight_VD, None, 1.0, "float32"), hidden_TD, target_T, chunks_of(9, 4)).backward(grad_T)
     assert hidden_TD.grad is not None and weight_VD.grad is None
     weight_VD.requires_grad_()
     empty_TD = torch.zeros(0, 24, requires_grad=True)
-    token_logprobs(Head.of(weight_VD, None, 1.0, "float32"), empty_TD, target_T[:0], 4).sum().backward()
+    token_logprobs(Head.of(weight_VD, None, 1.0, "float32"), empty_TD, target_T[:0], chunks_of(0, 4)).sum().backward()
     assert empty_TD.grad.shape == (0, 24) and weight_VD.grad.abs().max() == 0
 
 
@@ -357,17 +357,17 @@ class Traffic(TorchDispatchMode):
 @pytest.mark.parametrize(("chunk_tokens", "times"), [(16, [8, 14]), (64, [7, 11])], ids=["chunks", "one chunk"])
 def test_logprobs_move_less_of_the_logits_than_autograd(chunk_tokens, times):
     (hidden_TD, weight_VD), target_T, grad_T = inputs_of_head(64, 500, bias=False)
-    moved = []
+    moved, chunks = [], chunks_of(64, chunk_tokens)
     for columns in (False, True):
         inputs = hidden_TD.clone().requires_grad_(), weight_VD.clone().requires_grad_()
         head = Head.of(inputs[1], None, 0.7, "float32")
         with Traffic(chunk_tokens * 500) as traffic:
             if columns:
                 logprobs_T = in_chunks(
-                    lambda _, rows, head=head, x_TD=inputs[0]: head_columns(head, x_TD[rows], target_T[rows]), 64, chunk_tokens
+                    lambda rows, _, head=head, x_TD=inputs[0]: head_columns(head, x_TD[rows], target_T[rows]), chunks
                 )[0]
             else:
-                logprobs_T = token_logprobs(head, inputs[0], target_T, chunk_tokens)
+                logprobs_T = token_logprobs(head, inputs[0], target_T, chunks)
             logprobs_T.backward(grad_T)
         moved.append(traffic.num_elements / (64 * 500))
     assert moved == times, "how often all logits were read or written, in both passes"

@@ -81,7 +81,7 @@ def test_every_rank_gets_the_key_heads_that_its_query_heads_read(key_heads: int,
     heads = key_heads * share
     if heads % size:
         return
-    times = max(1, repeats(key_heads, size))
+    times = repeats(key_heads, size)
     spread = [head for head in range(key_heads) for _ in range(times)]
     assert len(spread) % size == 0 and heads % len(spread) == 0
     for rank in range(size):

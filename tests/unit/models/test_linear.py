@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from grpo_rl.models.linear import linear, reduced_linear, use_fast_norms
+from grpo_rl.models.linear import linear, reduced_linear, rounded, use_fast_layers
 
 
 def _inputs(shape: tuple[int, ...], out: int, bias: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -44,7 +44,7 @@ ROUNDINGS = {"bfloat16": 2.0**-8, "tf32": 2.0**-11}
 def test_only_inputs_are_rounded_and_sums_are_float32(precision) -> None:
     x, weight = torch.randn(40, 300, requires_grad=True), torch.randn(50, 300, requires_grad=True)
     bias = torch.randn(50)
-    out = reduced_linear(x, weight, bias, precision)
+    out = reduced_linear(x, weight, bias, precision, rounded(weight, precision))
     exact = x.double() @ weight.double().t() + bias.double()
     assert out.dtype == torch.float32
     limit = 2 * ROUNDINGS[precision] * (x.double().abs() @ weight.double().abs().t())
@@ -55,7 +55,7 @@ def test_only_inputs_are_rounded_and_sums_are_float32(precision) -> None:
         assert ours.dtype == torch.float32 and float((ours - plain).norm() / plain.norm()) < 2 * ROUNDINGS[precision]
     # Numbers that have no more bits than that are not rounded at all.
     few = torch.randint(-8, 8, (30, 20)).float()
-    assert torch.equal(reduced_linear(few, few, None, precision), few @ few.t())
+    assert torch.equal(reduced_linear(few, few, None, precision, rounded(few, precision)), few @ few.t())
 
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "olmoe", "olmo2", "phi3"]
@@ -75,7 +75,7 @@ def norms_of(family: str) -> list[nn.Module]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_norm_in_one_function_has_the_values_and_gradients_of_the_familys(family: str) -> None:
     plain, fast = norms_of(family)
-    use_fast_norms(fast)
+    use_fast_layers(fast)
     assert type(fast) is not type(plain) and isinstance(fast, type(plain))
     x, grad = torch.randn(3, 5, 48) * 4, torch.randn(3, 5, 48)
     results = []

@@ -56,8 +56,7 @@ def written_out(query: Tensor, key: Tensor, value: Tensor, lengths_N: Tensor, co
 
 def with_copied_keys(packing: Packing, lengths_N: Tensor, continues_N: Tensor) -> Packing:
     """The packing that other devices than CPUs get."""
-    starts_N = lengths_N.cumsum(0) - lengths_N
-    return replace(packing, keys=GatheredKeys.of(starts_N, lengths_N, continues_N, CPU))
+    return replace(packing, keys=GatheredKeys.of(lengths_N, continues_N, CPU))
 
 
 @pytest.mark.parametrize("copied", [False, True], ids=["in two parts", "with copied keys and a mask"])

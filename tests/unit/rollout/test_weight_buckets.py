@@ -115,10 +115,10 @@ def test_ranks_are_merged_into_one_bucket_with_all_their_handles_unless_they_sen
             merge_ranks(wrong)
 
 
-def test_a_sender_casts_floats_to_the_type_on_the_wire_and_has_the_digests_of_its_last_update() -> None:
-    sender = make_sender("object_store", 1 << 10, dtype=torch.bfloat16, verify=True)
+def test_a_sender_has_the_digests_of_its_last_update() -> None:
+    sender = make_sender("object_store", 1 << 10, verify=True)
     list(sender.buckets([("h", HALVES)]))
-    out = {name: t for b in sender.buckets([("f", FLOATS), ("s", SCALAR)]) for name, t in b.tensors()}
+    out = {name: t for b in sender.buckets([("f", FLOATS.bfloat16()), ("s", SCALAR)]) for name, t in b.tensors()}
     assert out["f"].dtype == torch.bfloat16 and out["s"].dtype == torch.int64
     assert sender.sent_digests() == {"f": digest(FLOATS.bfloat16()), "s": digest(SCALAR)}
 
