@@ -111,16 +111,15 @@ class RewardFunction:
             if isinstance(outcome, RewardFailure):
                 raise outcome.at(place(component.name, rollout))
             results[component.name] = outcome
-        reward, parts = 0.0, {}
+        reward, parts = 0.0, dict[str, float]()
         steps: dict[str, tuple[Step, ...]] = {}
         for component in self.components:
             result = results[component.name]
             reward += component.factor * result.score
-            parts[component.name] = result.score
-            for key, number in result.values.items():
-                parts[f"{component.name}/{key}"] = number
-                if key in LIFTED:
-                    parts.setdefault(key, number)
+            parts |= result.parts(component.name)
+            for key in LIFTED:
+                if key in result.values:
+                    parts.setdefault(key, result.values[key])
             if self.decode is not None and result.steps is not None:
                 try:
                     steps[component.name] = read_steps(result.steps, rollout, self.decode, component.factor)

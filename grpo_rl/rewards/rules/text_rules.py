@@ -15,6 +15,7 @@ from grpo_rl.rewards.rules.answers import (
     after_thought,
     final_answer,
     golds_of,
+    verdict,
     with_prompt_tail,
 )
 
@@ -54,7 +55,7 @@ def exact_match(
         return " ".join(text.split())
 
     right = len(answer) <= MAX_ANSWER and normal(answer) in set(map(normal, golds))
-    return {"score": float(right), "acc": float(right)}
+    return verdict(right)
 
 
 LETTERS = "ABCDEFGHIJ"
@@ -87,10 +88,7 @@ def multiple_choice(
     if answer is None and len(text) <= MAX_CHOICE and ALONE.fullmatch(text.strip()):
         answer = text
     chosen = None if answer is None else _letter(answer, choices)
-    if chosen is None:
-        return {"score": 0.0, "acc": 0.0}
-    score = float(chosen == gold)
-    return {"score": score, "acc": score, "answer": float(LETTERS.index(chosen))}
+    return verdict(0.0) if chosen is None else verdict(chosen == gold, answer=float(LETTERS.index(chosen)))
 
 
 def _letter(answer: str, choices: list[str]) -> str | None:
