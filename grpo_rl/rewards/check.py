@@ -33,6 +33,7 @@ from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.rewards.contract import Outcome, RewardFailure, RewardResult, Sample
 from grpo_rl.rewards.registry import reads_marks
 from grpo_rl.rewards.rules.answers import golds_of
+from grpo_rl.rewards.rules.number_rules import countdown_task
 from grpo_rl.rewards.runtime.process import Job, RewardProcess, spared
 
 SHOWN_ROWS = 20
@@ -194,13 +195,15 @@ def _last_answer(row: Mapping[str, Any]) -> str | None:
 
 
 def gold_response(data_source: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> str | None:
-    """A right response in all the forms that the rules read; None if it cannot be made."""
+    """A right response in all the forms that the rules read; None if it cannot be made.
+
+    Raises ValueError for an object that is no task of countdown.
+    """
     solution = extra_info.get("answer")
     if isinstance(solution, str) and "####" in solution:
         return solution
     if isinstance(ground_truth, Mapping):
-        numbers = ground_truth.get("numbers", ground_truth.get("nums"))
-        expression = None if numbers is None or "target" not in ground_truth else solve(numbers, ground_truth["target"])
+        expression = solve(*countdown_task(ground_truth))
         return None if expression is None else f"<think>\nso\n</think>\n<answer>{expression}</answer>"
     try:
         gold = golds_of(ground_truth)[0]
@@ -218,9 +221,9 @@ def _scientific(gold: str) -> str:
     return rf"{mantissa} \times 10^{{{exponent}}}" if abs(exponent) > PLAIN_DIGITS else gold
 
 
-def solve(numbers: list[int], target: int) -> str | None:
+def solve(numbers: list[int], target: Fraction) -> str | None:
     """An expression of all `numbers`, each once, whose value is `target`."""
-    return _solve([(Fraction(n), str(n)) for n in numbers], Fraction(target)) if len(numbers) <= MAX_NUMBERS else None
+    return _solve([(Fraction(n), str(n)) for n in numbers], target) if len(numbers) <= MAX_NUMBERS else None
 
 
 def _solve(terms: list[tuple[Fraction, str]], target: Fraction) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -251,14 +252,10 @@ def _split(parts: Tokens, separator: str) -> list[Tokens]:
 
 def _between(parts: Tokens) -> Tokens:
     """What stands between brackets around all; nothing if there are none."""
-    if len(parts) < 3 or parts[0] not in OPENING or parts[-1] not in CLOSING:
+    if len(parts) < 3 or parts[0] not in OPENING:
         return ()
-    depth = 0
-    for place, token in enumerate(parts):
-        depth += (token in OPENING) - (token in CLOSING)
-        if depth == 0:
-            return parts[1:-1] if place == len(parts) - 1 else ()
-    return ()
+    *depths, last = itertools.accumulate((token in OPENING) - (token in CLOSING) for token in parts)
+    return parts[1:-1] if all(depths) and last == 0 else ()
 
 
 def _flat(pieces: list[Tokens]) -> list[Tokens]:

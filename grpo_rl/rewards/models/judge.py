@@ -248,10 +248,9 @@ def begin(setup: dict[str, Any], parent: Parent) -> Callable[[Any], None]:
         parent.send({"number": number} | message_of(await judge.judge(sample)))
 
     def handle(message: dict[str, Any]) -> None:
-        if "share" in message:
-            asyncio.run_coroutine_threadsafe(judge.allow(*message["share"]), loop)
-        else:
-            asyncio.run_coroutine_threadsafe(answer(message["number"], Sample(*message["sample"])), loop)
+        shared = "share" in message
+        work = judge.allow(*message["share"]) if shared else answer(message["number"], Sample(*message["sample"]))
+        asyncio.run_coroutine_threadsafe(work, loop)
 
     return handle
 

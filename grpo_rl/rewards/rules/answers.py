@@ -89,7 +89,7 @@ def after_phrase(text: str) -> str | None:
     # The answer may stand on a line after the phrase: `Answer:`, an empty line, then `$$`, the number, and `$$`.
     rest = tail[end:].lstrip(" \t\r\n:*")
     marked = re.match(FORMULA, rest, re.DOTALL)
-    inside = next((group for group in marked.groups() if group is not None), None) if marked else None
+    inside = marked[marked.lastindex or 0] if marked else None
     if inside is not None and not (rest[1] != "$" and ". " in inside and inside[:1].isdigit()):
         return inside
     if rest.startswith(("$$", "\\(", "\\[")):

@@ -134,7 +134,7 @@ def countdown(
     `+ - * /`, brackets and each given number exactly once, whose exact value is within 1e-5 of the target. `acc` is 1 for a
     right one, `answered` if there are tags. `ground_truth` has `numbers` (or `nums`) and `target`; raises ValueError else.
     """
-    numbers, target = _task(ground_truth)
+    numbers, target = countdown_task(ground_truth)
     text = solution_str[solution_str.rfind("\n") + 1 :] if last_line else solution_str
     answer = last_pair(text)
     if answer is None:
@@ -149,7 +149,7 @@ def countdown(
     return {"score": score if right else format_score, "acc": float(right), "answered": 1.0}
 
 
-def _task(ground_truth: Any) -> tuple[list[int], Fraction]:
+def countdown_task(ground_truth: Any) -> tuple[list[int], Fraction]:
     task = json.loads(ground_truth) if isinstance(ground_truth, str) and ground_truth[:1] == "{" else ground_truth
     numbers = task.get("numbers", task.get("nums")) if isinstance(task, Mapping) else None
     if numbers is None or "target" not in task:

@@ -61,7 +61,9 @@ def exact_match(
 LETTERS = "ABCDEFGHIJ"
 MAX_CHOICE = 1_000
 WRAPPING = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\b|[\s$*{}\"'`\\]")
-ALONE = re.compile(r"[(\[]?([A-Z])[)\]]?[.:,]?")
+ALONE = re.compile(rf"[(\[]?([{LETTERS}])[)\]]?[.:,]?")
+HEAD = re.compile(rf"[\s$*]*(?:\(([{LETTERS}])\)|\[([{LETTERS}])\]|([{LETTERS}])[).:])")
+"""`B) four` and `(B) four`, but not the `A` of `A dog` or the `I` of `I think`."""
 
 
 def multiple_choice(
@@ -98,14 +100,8 @@ def _letter(answer: str, choices: list[str]) -> str | None:
     for letter, choice in zip(LETTERS, choices, strict=False):
         if plain.casefold() == choice.strip().casefold():
             return letter
-    bare = WRAPPING.sub("", plain)
-    if ALONE.fullmatch(bare):
-        letter = next(character for character in bare if character.isalpha())
-        return letter if letter in LETTERS else None
-    # `B) four` and `(B) four`, but not the `A` of `A dog` or the `I` of `I think`.
-    head = re.match(r"[\s$*]*(?:\(([A-Z])\)|\[([A-Z])\]|([A-Z])[).:])", plain)
-    named = next((group for group in head.groups() if group), None) if head else None
-    return named if named is not None and named in LETTERS else None
+    named = ALONE.fullmatch(WRAPPING.sub("", plain)) or HEAD.match(plain)
+    return named[named.lastindex or 0] if named else None
 
 
 TAGS = (OPEN_THINK, CLOSE_THINK, OPEN_ANSWER, CLOSE_ANSWER)
@@ -118,14 +114,10 @@ def think_answer(data_source: str, solution_str: str, ground_truth: Any, extra_i
     answer have a letter, a digit or a mathematical sign each.
     """
     text = with_prompt_tail(solution_str, extra_info).strip()
-    if any(text.count(tag) != 1 for tag in TAGS) or not (text.startswith(OPEN_THINK) and text.endswith(CLOSE_ANSWER)):
+    if any(text.count(tag) != 1 for tag in TAGS):
         return 0.0
-    thought_end, answer_start = text.index(CLOSE_THINK), text.index(OPEN_ANSWER)
-    if answer_start < thought_end:
-        return 0.0
-    thought, between = text[len(OPEN_THINK) : thought_end], text[thought_end + len(CLOSE_THINK) : answer_start]
-    answer = text[answer_start + len(OPEN_ANSWER) : -len(CLOSE_ANSWER)]
-    return float(not between.strip() and _says_something(thought) and _says_something(answer))
+    parts = re.fullmatch(rf"{OPEN_THINK}(.*){CLOSE_THINK}\s*{OPEN_ANSWER}(.*){CLOSE_ANSWER}", text, re.DOTALL)
+    return float(parts is not None and all(map(_says_something, parts.groups())))
 
 
 def _says_something(text: str) -> bool:

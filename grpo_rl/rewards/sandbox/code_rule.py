@@ -79,9 +79,8 @@ def code(
                 continue
             outcome = sandbox.run(test.case, remaining_s)
             result["num_passed" if test.holds(outcome) else "num_failed"] += 1
-            result["timed_out"] += outcome.status == "timeout"
-            result["too_much"] += outcome.status == "output"
-            result["crashed"] += outcome.status == "ended" and outcome.exit_code != 0
+            if not outcome.succeeded:
+                result["crashed" if outcome.status == "ended" else outcome.status] += 1
     result["acc"] = float(result["num_passed"] == len(tests))
     result["score"] = result["num_passed"] / len(tests) if continuous else result["acc"]
     return result
@@ -174,9 +173,7 @@ _CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {
 
 
 @frozen
-class Test:
-    __test__ = False  # not one of pytest's
-
+class JudgedCase:
     case: Case
     judge: Callable[[Any], bool]
     """Gets standard output of a program, the returned value of a call."""
@@ -191,7 +188,7 @@ class Test:
             return False
 
 
-def assertions(text: str, function: str | None) -> list[Test]:
+def assertions(text: str, function: str | None) -> list[JudgedCase]:
     try:
         body: list[ast.stmt] = ast.parse(text.strip()).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -214,7 +211,7 @@ def _is_idle(node: ast.stmt) -> bool:
     return False
 
 
-def _assertion(node: ast.stmt, aliases: set[str], function: str | None) -> Test:
+def _assertion(node: ast.stmt, aliases: set[str], function: str | None) -> JudgedCase:
     def refused(reason: str) -> RewardError:
         return RewardError(
             f"an assertion of a code task cannot be used: {reason}: {ast.unparse(node)!r:.80}; expected values stay outside "
@@ -240,7 +237,7 @@ def _assertion(node: ast.stmt, aliases: set[str], function: str | None) -> Test:
     def judge(value: Any) -> bool:
         return bool(eval(expression, {"__builtins__": {}, "math": math, **WRAPPERS, called: lambda *arguments: value}))
 
-    return Test(Case(function=name, arguments=arguments), judge)
+    return JudgedCase(Case(function=name, arguments=arguments), judge)
 
 
 WRAPPERS: dict[str, Callable[..., Any]] = {
@@ -261,7 +258,7 @@ FORMS = (
 )
 
 
-def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> tuple[str, list[Test]]:
+def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> tuple[str, list[JudgedCase]]:
     """Code that goes before the candidate's, and the tests.
 
     They are read from the ground truth, or `extra_info["test_cases"]` if that is empty. Raises RewardError.
@@ -269,17 +266,22 @@ def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -
     extra = extra_info or {}
     stored = ground_truth if ground_truth not in (None, "") else extra.get("test_cases")
     if isinstance(stored, str):
-        stored = _parsed(stored)
+        try:
+            stored = json.loads(stored)
+        except ValueError:
+            if "assert" not in stored:
+                raise RewardError(
+                    f"the ground truth of a code task is neither JSON nor assertions: {stored!r:.80}; {FORMS}"
+                ) from None
+            stored = {"test": stored}
     if isinstance(stored, Sequence) and not isinstance(stored, str):
         stored = _listed(stored, extra)
     if not isinstance(stored, Mapping):
         raise RewardError(f"the ground truth of a code task is {stored!r:.80}; {FORMS}")
-    named = next((source[key] for source in (stored, extra) for key in FUNCTION_NAMES if source.get(key)), None)
+    named = _first(FUNCTION_NAMES, stored, extra)
     setup = "".join(f"{stored[key]}\n" for key in SETUPS if stored.get(key))
-    key = next((key for key in ASSERTIONS if stored.get(key)), None)
-    if key is not None:
-        texts = [stored[key]] if isinstance(stored[key], str) else stored[key]
-        tests = [test for text in texts for test in assertions(text, named)]
+    if (texts := _first(ASSERTIONS, stored)) is not None:
+        tests = [test for text in ([texts] if isinstance(texts, str) else texts) for test in assertions(text, named)]
     elif "inputs" in stored and "outputs" in stored:
         inputs, outputs = stored["inputs"], stored["outputs"]
         if len(inputs) != len(outputs):
@@ -292,11 +294,15 @@ def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -
     return setup, tests
 
 
+def _first(keys: Sequence[str], *sources: Mapping[str, Any]) -> Any:
+    return next((source[key] for source in sources for key in keys if source.get(key)), None)
+
+
 def _listed(tests: Sequence[Any], extra: Mapping[str, Any]) -> dict[str, Any]:
     """LiveCodeBench's tests of {input, output, testtype}, else assertions."""
     if not tests or not all(isinstance(test, Mapping) and {"input", "output"} <= test.keys() for test in tests):
         return {"asserts": tests}
-    name = next((extra[key] for key in ("func_name", *FUNCTION_NAMES) if extra.get(key)), None)
+    name = _first(("func_name", *FUNCTION_NAMES), extra)
     calls = [test.get("testtype") == "functional" for test in tests]
     if any(calls) and (not all(calls) or name is None):
         raise RewardError(
@@ -306,30 +312,21 @@ def _listed(tests: Sequence[Any], extra: Mapping[str, Any]) -> dict[str, Any]:
     return pairs | ({"fn_name": name} if any(calls) else {})
 
 
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        if "assert" in text:
-            return {"test": text}
-        raise RewardError(f"the ground truth of a code task is neither JSON nor assertions: {text!r:.80}; {FORMS}") from None
-
-
 def _lines(text: Any) -> str:
     return text if isinstance(text, str) else "\n".join(map(str, text)) if isinstance(text, Sequence) else str(text)
 
 
-def _pair(function: str | None, stdin: Any, expected: Any) -> Test:
+def _pair(function: str | None, stdin: Any, expected: Any) -> JudgedCase:
     if function is None:
         output = _lines(expected)
-        return Test(Case(stdin=_lines(stdin)), lambda text: same_output(text, output))
+        return JudgedCase(Case(stdin=_lines(stdin)), lambda text: same_output(text, output))
     if isinstance(stdin, str):  # a JSON value on each line, and the output as JSON
         try:
             stdin, expected = [json.loads(line) for line in stdin.split("\n") if line.strip()], json.loads(expected)
         except (ValueError, TypeError) as error:
             raise RewardError(f"arguments of {function} are not JSON, a value on each line: {stdin!r:.80}: {error}") from None
     case = Case(function=function, arguments=tuple(stdin))
-    return Test(case, lambda value: same_value(value, expected))
+    return JudgedCase(case, lambda value: same_value(value, expected))
 
 
 def same_value(value: Any, expected: Any) -> bool:
@@ -342,7 +339,7 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_as_json(item) for item in value]
     if isinstance(value, dict):
-        return {key if isinstance(key, str) else str(key): _as_json(item) for key, item in value.items()}
+        return {str(key): _as_json(item) for key, item in value.items()}
     return value
 
 

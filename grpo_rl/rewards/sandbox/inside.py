@@ -159,6 +159,8 @@ MOUNT_SETATTR = 442
 """The system call has the same number on every architecture. Its attributes: those to set and to clear, propagation, user namespace."""
 AT_FDCWD, AT_RECURSIVE = -100, 0x8000
 NONCE_BYTES = 16
+HEAD = struct.Struct("<ci3I")
+"""Of an outcome: status, exit code, lengths of standard output, standard error and value, which follow."""
 SETUP_S = 4.0
 """Less than the asking process waits beyond a case's time."""
 TMP = "/tmp"
@@ -302,8 +304,7 @@ def _answer(control: int, setup: dict[str, Any], case: dict[str, Any], nonce: by
     if not os.read(pipes[-1][0], 1):
         status = b"S"
     os.close(pipes[-1][0])
-    lengths = b"".join(len(output).to_bytes(4, "little") for output in outputs)
-    return status + exit_code.to_bytes(4, "little", signed=True) + lengths + b"".join(outputs)
+    return HEAD.pack(status, exit_code, *map(len, outputs)) + b"".join(outputs)
 
 
 def _poll_of(control: int, *descriptors: int) -> select.poll:
