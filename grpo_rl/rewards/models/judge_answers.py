@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import yaml
 
@@ -94,7 +94,7 @@ def _marked(value: Any, key: str) -> float:
     return float(number)
 
 
-def is_finite(value: Any) -> bool:
+def is_finite(value: Any) -> TypeGuard[float]:
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
