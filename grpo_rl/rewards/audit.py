@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ import numpy as np
 
 from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.errors import RewardError
-from grpo_rl.rewards.combined import JUDGE, CombinedRewarder, ModelReward
+from grpo_rl.rewards.combined import JUDGE, CombinedRewarder, ModelReward, failures_of
 from grpo_rl.rewards.compose import RewardFunction, audit_of
 from grpo_rl.rewards.contract import summary
 from grpo_rl.rewards.models.judge_question import JudgeSpec
@@ -38,30 +39,30 @@ class Audit:
         audit_config = audit_of(config)
         rules, models = None, list[ModelReward]()
         if function is not None:
-            rules = RewardRunner(function, audit_config, None if start is None else partial(start, "audit"))
+            rules = RewardRunner(function, audit_config, start and partial(start, "audit"))
             stack.callback(rules.close)
         if JUDGE in config.audit:
-            start_judge = partial(JudgeProcess, JudgeSpec.of(config))
-            models.append(JudgeRunner(config.judge, start_judge if start is None else partial(start, JUDGE)))
+            start_judge = partial(start, JUDGE) if start else partial(JudgeProcess, JudgeSpec.of(config))
+            models.append(JudgeRunner(config.judge, start_judge))
         self._scorer = CombinedRewarder(rules, models, audit_config)
         stack.callback(self._scorer.close)
         self._share = config.audit_share
-        self._chosen: list[Rollout] = []
-        self._copies: list[Rollout] = []
-        self._found: dict[tuple[str, int], dict[str, float]] = {}
+        self._pairs: list[tuple[Rollout, Rollout]] = []
+        """Trained rollouts, each with the copy that is audited."""
+        self._scores: dict[tuple[str, int], dict[str, float]] = {}
 
     def submit(self, rollouts: Sequence[Rollout]) -> None:
-        self._chosen = sample(rollouts, self._share)
-        self._copies = [replace(rollout, reward=None, reward_parts={}, steps=None) for rollout in self._chosen]
-        for copy in self._copies:
+        chosen = sample(rollouts, self._share)
+        self._pairs = [(rollout, replace(rollout, reward=None, reward_parts={}, steps=None)) for rollout in chosen]
+        for _, copy in self._pairs:
             self._scorer.submit(copy)
 
     def logged(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The rollouts as the log has them, with `audit/NAME` among the parts."""
-        results = [self._found.get((rollout.prompt.uid, rollout.sample_index)) for rollout in rollouts]
+        keyed = [((rollout.prompt.uid, rollout.sample_index), rollout) for rollout in rollouts]
         return [
-            rollout if parts is None else replace(rollout, reward_parts=rollout.reward_parts | parts)
-            for rollout, parts in zip(rollouts, results, strict=True)
+            replace(rollout, reward_parts=rollout.reward_parts | self._scores[key]) if key in self._scores else rollout
+            for key, rollout in keyed
         ]
 
     def wait(self, warn: Callable[[str], None]) -> Metrics:
@@ -71,25 +72,26 @@ class Audit:
         `.../reward` the mean trained reward of the same responses, `.../std` and `.../reward_std` their
         standard deviations, `.../correlation` Pearson's between the two.
         """
-        self._found = {}
+        self._scores = {}
+        copies = [copy for _, copy in self._pairs]
         try:
-            audited = self._scorer.wait(self._copies) if self._copies else []
+            if copies:
+                self._scorer.wait(copies)
         except RewardError as error:
             warn(f"no response of this step was audited: {error}")
-            return {"audit/failures": float(len(self._copies))}
-        failures = [(copy.failure, copy.failure_cause or "") for copy in audited if copy.failure is not None]
-        if failures:
-            warn(f"audit: {summary(failures, len(audited))}")
+            return {"audit/failures": float(len(copies))}
+        if failures := failures_of(copies):
+            warn(f"audit: {summary(failures, len(copies))}")
         pairs: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
-        for trained, copy in zip(self._chosen, audited, strict=True):
+        for trained, copy in self._pairs:
             if copy.failure is None and trained.reward is not None:
-                scores = {name: copy.reward_parts[name] for name in self._scorer.factors}
-                self._found[copy.prompt.uid, copy.sample_index] = {f"{PREFIX}{name}": score for name, score in scores.items()}
+                scores = {f"{PREFIX}{name}": copy.reward_parts[name] for name in self._scorer.factors}
+                self._scores[copy.prompt.uid, copy.sample_index] = scores
                 for name, score in scores.items():
                     pairs[name][copy.prompt.uid].append((trained.reward, score))
         metrics = {"audit/failures": float(len(failures))}
         for name, by_prompt in pairs.items():
-            metrics |= _paired(f"{PREFIX}{name}", np.array([np.mean(group, axis=0) for group in by_prompt.values()]))
+            metrics |= _paired(name, np.array([np.mean(group, axis=0) for group in by_prompt.values()]))
         return metrics
 
 
@@ -105,13 +107,10 @@ def auditing(config: RewardConfig, data_sources: Iterable[str]) -> RewardFunctio
 def sample(rollouts: Sequence[Rollout], share: float) -> list[Rollout]:
     """A share of the rollouts with a reward, at least one, spread over as many prompts as possible."""
     candidates = [item for item in rollouts if item.reward is not None and item.failure is None and item.sample_index != GREEDY]
-    places: dict[str, int] = defaultdict(int)
-    ordered = []
-    for digest, item in sorted(((_digest(item), item) for item in candidates), key=lambda pair: pair[0]):
-        ordered.append((places[item.prompt.uid], digest, item))
-        places[item.prompt.uid] += 1
-    ordered.sort(key=lambda entry: entry[:2])
-    return [item for _, _, item in ordered[: math.ceil(share * len(ordered))]]
+    candidates.sort(key=_digest)
+    places: dict[str, Iterator[int]] = defaultdict(itertools.count)
+    candidates.sort(key=lambda item: next(places[item.prompt.uid]))  # the first of every prompt, then the second ones
+    return candidates[: math.ceil(share * len(candidates))]
 
 
 def _digest(rollout: Rollout) -> bytes:

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from grpo_rl.arguments import Arguments
+from grpo_rl.arguments import Arguments, counted
 from grpo_rl.config.compose import compose
 from grpo_rl.config.schema.tree import DataConfig, RewardConfig
 from grpo_rl.data.rows import at, column, wrong
@@ -30,9 +30,10 @@ from grpo_rl.data.sources.source import Joined
 from grpo_rl.errors import ConfigError, GrpoRlError, RewardError
 from grpo_rl.processes.child import OutputLog
 from grpo_rl.rewards.compose import RewardFunction
-from grpo_rl.rewards.contract import Component, Outcome, RewardFailure, RewardResult, Sample
+from grpo_rl.rewards.contract import Outcome, RewardFailure, RewardResult, Sample
 from grpo_rl.rewards.registry import reads_marks
 from grpo_rl.rewards.rules.answers import golds_of
+from grpo_rl.rewards.rules.number_rules import countdown_task
 from grpo_rl.rewards.runtime.process import Job, RewardProcess, spared
 
 SHOWN_ROWS = 20
@@ -76,39 +77,35 @@ class TriedRow(NamedTuple):
 
 class Trial:
     def __init__(self, config: RewardConfig, log: OutputLog) -> None:
-        self._config, self._components = config, RewardFunction.from_config(config).components
+        components = RewardFunction.from_config(config).components
+        self._config, self._components = config, sorted(components, key=lambda component: component.batched)
         self._worker: RewardProcess | None = None
         self._log, self._data_sources = log, set[str]()
 
     def outcomes(self, rows: Sequence[Row]) -> Iterator[TriedRow]:
         """One call for each row, or one for all if a function takes lists."""
         self._data_sources |= {row.data_source for row in rows}
-        batched = [component for component in self._components if component.batched]
-        singly = [component for component in self._components if not component.batched]
+        batched = [component.name for component in self._components if component.batched]
+        singly = [component.name for component in self._components if not component.batched]
         for some in [rows] if rows and batched else [[row] for row in rows]:
             samples = [row.sample for row in some]
-            jobs = [Job([sample], [component.name for component in singly]) for sample in samples] if singly else []
-            joint = [Job(samples, [component.name], batched=True) for component in batched]
+            jobs = [Job([sample], singly) for sample in samples] if singly else []
+            joint = [Job(samples, [name], batched=True) for name in batched]
             self._ask([*jobs, *joint])
             further = [spared(job, self._ask) for job in joint]
             seconds = sum(job.seconds for job in (*jobs, *joint)) / len(some)
             for number, row in enumerate(some):
                 single = jobs[number].outcomes if jobs else []
-                yield TriedRow(
-                    row, seconds, self._sum([*singly, *batched], [*single, *(outcomes[number] for outcomes in further)])
-                )
+                yield TriedRow(row, seconds, self._sum([*single, *(outcomes[number] for outcomes in further)]))
 
-    def _sum(self, components: Sequence[Component], outcomes: Sequence[Outcome]) -> Outcome:
-        results = [outcome for outcome in outcomes if isinstance(outcome, RewardResult)]
-        if failure := next((outcome for outcome in outcomes if isinstance(outcome, RewardFailure)), None):
-            return failure
-        if len(components) == 1:
-            return results[0]
-        values: dict[str, float] = {}
-        for component, result in zip(components, results, strict=True):
-            values[component.name] = result.score
-            values |= {f"{component.name}/{key}": number for key, number in result.values.items()}
-        return RewardResult(sum(component.factor * values[component.name] for component in components), values)
+    def _sum(self, outcomes: Sequence[Outcome]) -> Outcome:
+        score, values = 0.0, dict[str, float]()
+        for component, outcome in zip(self._components, outcomes, strict=False):
+            if isinstance(outcome, RewardFailure) or len(self._components) == 1:
+                return outcome
+            score += component.factor * outcome.score
+            values |= outcome.parts(component.name)
+        return RewardResult(score, values)
 
     def close(self) -> None:
         if self._worker is not None:
@@ -128,9 +125,8 @@ class Trial:
 def read_rows(names: Sequence[str], count: int, response: str | None, data: DataConfig, functions: Sequence[str]) -> list[Row]:
     """`response` names the responses' column. Raises DataError, naming the file, the row and the column."""
     source = Joined("the data", [open_source(name) for name in names])
-    places = range(min(count, len(source)))
     rows = []
-    for place in places:
+    for place in range(min(count, len(source))):
         row = source.row(place)
         with at(source.where(place)):
             rows.append(_row(place, row, response, data, functions))
@@ -199,13 +195,15 @@ def _last_answer(row: Mapping[str, Any]) -> str | None:
 
 
 def gold_response(data_source: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> str | None:
-    """A right response in all the forms that the rules read; None if it cannot be made."""
+    """A right response in all the forms that the rules read; None if it cannot be made.
+
+    Raises ValueError for an object that is no task of countdown.
+    """
     solution = extra_info.get("answer")
     if isinstance(solution, str) and "####" in solution:
         return solution
     if isinstance(ground_truth, Mapping):
-        numbers = ground_truth.get("numbers", ground_truth.get("nums"))
-        expression = None if numbers is None or "target" not in ground_truth else solve(numbers, ground_truth["target"])
+        expression = solve(*countdown_task(ground_truth))
         return None if expression is None else f"<think>\nso\n</think>\n<answer>{expression}</answer>"
     try:
         gold = golds_of(ground_truth)[0]
@@ -223,9 +221,9 @@ def _scientific(gold: str) -> str:
     return rf"{mantissa} \times 10^{{{exponent}}}" if abs(exponent) > PLAIN_DIGITS else gold
 
 
-def solve(numbers: list[int], target: int) -> str | None:
+def solve(numbers: list[int], target: Fraction) -> str | None:
     """An expression of all `numbers`, each once, whose value is `target`."""
-    return _solve([(Fraction(n), str(n)) for n in numbers], Fraction(target)) if len(numbers) <= MAX_NUMBERS else None
+    return _solve([(Fraction(n), str(n)) for n in numbers], target) if len(numbers) <= MAX_NUMBERS else None
 
 
 def _solve(terms: list[tuple[Fraction, str]], target: Fraction) -> str | None:
@@ -268,14 +266,14 @@ def show(tried: Sequence[TriedRow], strange: Sequence[TriedRow], unmade: int, co
         f"time per call: p50 {median:.3f} ms, p99 {p99:.3f} ms, max {maximum:.3f} ms; "
         f"the first one {1000 * tried[0].seconds:.1f} ms"
     )
-    failures = [f"  row {row.place}{_failed(outcome)}" for row, _, outcome in tried if isinstance(outcome, RewardFailure)]
+    failures = [f"  row {row.place}: {_said(outcome)}" for row, _, outcome in tried if isinstance(outcome, RewardFailure)]
     console.print(f"{len(tried)} rows, {len(failures)} failed")
     if len(failures) > SHOWN_FAILURES:
         failures[SHOWN_FAILURES:] = [f"  and {len(failures) - SHOWN_FAILURES} more"]
     earned = []
     for name, tried_row in zip(STRANGE, strange, strict=False):
         if isinstance(tried_row.outcome, RewardFailure):
-            failures.append(f"a response that is {name} failed{_failed(tried_row.outcome)}")
+            failures.append(f"a response that is {name} failed: {_said(tried_row.outcome)}")
         else:
             earned.append(f"{name} {tried_row.outcome.score:g}")
     for failure in failures:
@@ -284,8 +282,8 @@ def show(tried: Sequence[TriedRow], strange: Sequence[TriedRow], unmade: int, co
         console.print(f"strange responses to the first row: {', '.join(earned)}")
 
 
-def _failed(failure: RewardFailure) -> str:
-    return f": {failure.kind}: {_printable(failure.cause)}"
+def _said(failure: RewardFailure) -> str:
+    return f"{failure.kind}: {_printable(failure.cause)}"
 
 
 def _printable(text: str) -> str:
@@ -305,7 +303,7 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
         help="my_reward.py, my_reward.py:name, package.module:name, a registered name (as the recipe has it)",
     )
     parser.add_argument("--data", help="a file, a folder, task:NAME (as the recipe has it: data.train_files)")
-    parser.add_argument("--rows", type=int, default=100, help="how many rows, from the first (default: 100)")
+    parser.add_argument("--rows", type=counted, default=100, help="how many rows, from the first (default: 100)")
     parser.add_argument(
         "--column", help="the column with the responses (default: response, a demonstration, or made from the gold)"
     )
@@ -319,17 +317,14 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
     log, printed, interrupted = OutputLog(), "", False
     try:
         options, words = parser.read_with_settings(sys.argv[1:] if arguments is None else arguments)
-        if options.rows < 1:
-            raise ConfigError(f"--rows is {options.rows}; it must be at least 1")
         if options.timeout_s is not None and not options.timeout_s > 0:
             raise ConfigError(f"--timeout_s is {options.timeout_s:g}; it must be above 0")
         config = compose(words).config
         if options.data is None and not any(word.startswith(("recipe=", "data.train_files=")) for word in words):
             raise ConfigError("--data is missing: a file, a folder, task:NAME; or a recipe with data.train_files")
-        data = [options.data] if options.data is not None else config.data.train_files
         reward = _reward_of(options, config.reward)
-        trial = Trial(reward, log)
-        with contextlib.closing(trial):
+        with contextlib.closing(Trial(reward, log)) as trial:
+            data = [options.data] if options.data is not None else config.data.train_files
             rows = read_rows(data, options.rows, options.column, config.data, reward.functions)
             usable = list[Row]()
             try:
@@ -338,13 +333,11 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
                     console.print(f"responses: {form}")
                     rows = [row._replace(response=row.forms[form]) if form in row.forms else row for row in rows]
                 usable = [row for row in rows if row.response is not None]
-                for tried_row in trial.outcomes(usable):
-                    tried.append(tried_row)
+                tried.extend(trial.outcomes(usable))
                 printed = log.last
                 if row := next((tried_row.row for tried_row in tried if isinstance(tried_row.outcome, RewardResult)), None):
                     texts = [str(row.ground_truth) if text is None else text for text in STRANGE.values()]
-                    for tried_row in trial.outcomes([row._replace(response=text) for text in texts]):
-                        strange.append(tried_row)
+                    strange.extend(trial.outcomes([row._replace(response=text) for text in texts]))
             except KeyboardInterrupt:
                 interrupted, printed = True, log.last
                 console.print(f"interrupted after {len(tried)} of {len(usable)} rows")
@@ -361,7 +354,12 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
 
 def _reward_of(given: argparse.Namespace, config: RewardConfig) -> RewardConfig:
     timeout_s = config.timeout_s if given.timeout_s is None else given.timeout_s
-    options = _options(given.options)
+    try:
+        options = json.loads(given.options)
+    except ValueError as error:
+        raise ConfigError(f"--options is no JSON: {error}") from None
+    if not isinstance(options, dict):
+        raise ConfigError(f"--options is {given.options!r}; it must be a JSON object, e.g. {{}}")
     if given.function is None:
         if options or given.batched:
             raise ConfigError("--options and --batched belong to a function that is named; a recipe has reward.function_kwargs")
@@ -373,16 +371,6 @@ def _reward_of(given: argparse.Namespace, config: RewardConfig) -> RewardConfig:
         batched=[name] if given.batched else [],
         timeout_s=timeout_s,
     )
-
-
-def _options(text: str) -> dict[str, Any]:
-    try:
-        options = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"--options is no JSON: {error}") from None
-    if not isinstance(options, dict):
-        raise ConfigError(f"--options is {text!r}; it must be a JSON object, e.g. {{}}")
-    return options
 
 
 if __name__ == "__main__":

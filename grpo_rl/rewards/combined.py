@@ -58,9 +58,7 @@ class CombinedRewarder:
         every_turn: bool = False,
     ) -> None:
         """With `every_turn`, turns without a reward are steps, too."""
-        self.rules = rules
-        self.config = config
-        self.models = list(models)
+        self.rules, self.models, self.config = rules, models, config
         self.models_alone = models_alone
         counted = {RULE: 0.0} if models_alone else {} if rules is None else rules.factors
         self.factors = dict(counted) | {model.name: model.weight for model in models}
@@ -91,7 +89,7 @@ class CombinedRewarder:
                 fail(rollout, RewardFailure(rollout.episode.failure, rollout.episode.failure_cause or ""), self.config)
             if self.models_alone and rollout.failure is None:
                 assert rollout.reward is not None
-                rollout.reward_parts = {**rollout.reward_parts, RULE: rollout.reward}
+                rollout.reward_parts = rollout.reward_parts | {RULE: rollout.reward}
                 rollout.reward, rollout.steps = 0.0, None
         for model in self.models:
             for rollout, result in zip(rollouts, model.wait(rollouts), strict=True):
@@ -122,7 +120,7 @@ class CombinedRewarder:
         assert rollout.reward is not None
         score, weight = episode.score(config.turn_discount), config.environment.reward_weight
         of_whole = rollout.reward
-        rollout.reward_parts = {**rollout.reward_parts, ENVIRONMENT: score}
+        rollout.reward_parts = rollout.reward_parts | {ENVIRONMENT: score}
         if SOLVED in episode.info:  # what validation reports, in place of the reward
             rollout.reward_parts["acc"] = episode.info[SOLVED]
         rule = getattr(config.truncation, episode.ended) if episode.ended in TRUNCATED else "keep"
@@ -162,8 +160,12 @@ def fail_beyond_float32(rollouts: Sequence[Rollout], config: RewardConfig) -> No
                 fail(rollout, failure.at(f"prompt {rollout.prompt.uid}, sample {rollout.sample_index}"), config)
 
 
+def failures_of(rollouts: Sequence[Rollout]) -> list[tuple[str, str]]:
+    return [(rollout.failure, rollout.failure_cause or "") for rollout in rollouts if rollout.failure is not None]
+
+
 def stop_where_due(rollouts: Sequence[Rollout], config: RewardConfig) -> None:
-    failures = [(rollout.failure, rollout.failure_cause or "") for rollout in rollouts if rollout.failure is not None]
+    failures = failures_of(rollouts)
     if failures and config.on_failure == "stop":
         raise RewardError(f"{summary(failures, len(rollouts))} (reward.on_failure=stop)")
     if failures and all(rollout.failure is not None for rollout in rollouts if rollout.sample_index != GREEDY):
@@ -180,8 +182,7 @@ def by_rule(rollouts: Sequence[Rollout]) -> list[Rollout]:
 def _add(rollout: Rollout, model: ModelReward, result: RewardResult) -> None:
     assert rollout.reward is not None
     rollout.reward += model.weight * result.score
-    values = {f"{model.name}/{key}": value for key, value in result.values.items()}
-    rollout.reward_parts = {**rollout.reward_parts, model.name: result.score, **values}
+    rollout.reward_parts = rollout.reward_parts | result.parts(model.name)
     if result.steps is not None:
         rollout.steps = tuple((end, model.weight * reward) for end, reward in result.steps)
 

@@ -111,16 +111,15 @@ class RewardFunction:
             if isinstance(outcome, RewardFailure):
                 raise outcome.at(place(component.name, rollout))
             results[component.name] = outcome
-        reward, parts = 0.0, {}
+        reward, parts = 0.0, dict[str, float]()
         steps: dict[str, tuple[Step, ...]] = {}
         for component in self.components:
             result = results[component.name]
             reward += component.factor * result.score
-            parts[component.name] = result.score
-            for key, number in result.values.items():
-                parts[f"{component.name}/{key}"] = number
-                if key in LIFTED:
-                    parts.setdefault(key, number)
+            parts |= result.parts(component.name)
+            for key in LIFTED:
+                if key in result.values:
+                    parts.setdefault(key, result.values[key])
             if self.decode is not None and result.steps is not None:
                 try:
                     steps[component.name] = read_steps(result.steps, rollout, self.decode, component.factor)
@@ -145,11 +144,11 @@ class RewardFunction:
 def sample_of(rollout: Rollout) -> Sample:
     """Adds the prompt's short `question`: a rule can tell a task of arithmetic by it."""
     prompt, episode = rollout.prompt, rollout.episode
-    question = prompt.text if prompt.messages is None else prompt.messages[-1].get("content")
+    last = prompt.messages[-1] if prompt.messages else {}
+    question = prompt.text if prompt.messages is None else last.get("content")
     extra_info = prompt.extra_info
     if isinstance(question, str) and len(question) <= LONGEST_QUESTION and any(map(str.isdigit, question)):
         extra_info = {"question": question} | extra_info
-    last = prompt.messages[-1] if prompt.messages else {}
     if tail := last["content"] if last.get("role") == "assistant" else opened_thought(prompt.text):
         extra_info = extra_info | {PROMPT_TAIL: tail}
     if episode is not None:
@@ -200,8 +199,8 @@ def _component(name: str, factor: float, names: list[str], config: RewardConfig)
         )
     options = options | config.custom_reward_function.reward_kwargs
     fixed = BATCH_ARGUMENTS if batched else ARGUMENTS
-    if set(options) & set(fixed):
-        raise ConfigError(f"{name!r}: {', '.join(sorted(set(options) & set(fixed)))} is given with every call and no option")
+    if fixed_options := sorted(set(options) & set(fixed)):
+        raise ConfigError(f"{name!r}: {', '.join(fixed_options)} is given with every call and no option")
     REWARDS.check_keywords(name, options)
     try:
         REWARDS.check_call(name, **dict.fromkeys(fixed), **options)

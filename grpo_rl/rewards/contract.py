@@ -56,10 +56,8 @@ def summary(failures: Sequence[tuple[str, str]], total: int) -> str:
     """`3 of 64 rewards failed (2 reward_timeout, 1 reward_error), first: ...` of (kind, cause)."""
     counts = Counter(kind for kind, _ in failures)
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
-    of_each_kind: dict[str, str] = {}
-    for kind, cause in failures:
-        of_each_kind.setdefault(kind, cause)
-    causes = list(dict.fromkeys([*of_each_kind.values(), *(cause for _, cause in failures)]))[:SHOWN_CAUSES]
+    first_causes = [next(cause for other, cause in failures if other == kind) for kind in counts]
+    causes = list(dict.fromkeys([*first_causes, *(cause for _, cause in failures)]))[:SHOWN_CAUSES]
     parts = [cause.partition(CALLED) for cause in causes]
     interfaces = dict.fromkeys(called + interface for _, called, interface in parts)
     text = "; ".join(cause for cause, _, _ in parts) + "".join(interfaces)
@@ -75,12 +73,31 @@ class RewardResult(NamedTuple):
     steps: Any = None
     """A function's value of `steps`, unread, or a model's rewards of steps, on tokens."""
 
-    def plain(self) -> dict[str, Any]:
-        steps = {} if self.steps is None else {"steps": self.steps}
-        return {**self.values, **steps, "score": self.score}
+    def parts(self, name: str) -> dict[str, float]:
+        return {name: self.score} | {f"{name}/{key}": number for key, number in self.values.items()}
 
 
 Outcome = RewardResult | RewardFailure
+
+
+def message_of(outcome: Outcome) -> dict[str, Any]:
+    """An outcome on its way between two processes."""
+    if isinstance(outcome, RewardFailure):
+        return {"failure": outcome.kind, "cause": outcome.cause}
+    return {"score": outcome.score, "values": dict(outcome.values), "steps": outcome.steps}
+
+
+def outcome_of(message: Any, kinds: tuple[str, str, str]) -> Outcome:
+    """Check a message again: a user's function or parser may have written it. `kinds`: timeout, error, invalid."""
+    try:
+        if message.get("failure") in kinds:
+            return RewardFailure(message["failure"], str(message.get("cause")))
+        values = {outside(str(name)): number_of(number, str(name)) for name, number in message["values"].items()}
+        return RewardResult(number_of(message["score"], "score"), values, message.get("steps"))
+    except RewardFailure as failure:
+        return RewardFailure(kinds[2], failure.cause)
+    except (LookupError, AttributeError, TypeError):
+        return RewardFailure(kinds[2], "the process answered something else")
 
 
 def read_result(value: Any) -> RewardResult:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -59,7 +60,10 @@ def compare(gold: str, answer: str) -> bool | None:
         return None
     reading = readings(gold)[0]
     right = _read(reading.tokens)
-    verdicts = [not differ(reading, parsed) and _same(right, _read(parsed.tokens)) for parsed in readings(answer)]
+    return _any([not differ(reading, parsed) and _same(right, _read(parsed.tokens)) for parsed in readings(answer)])
+
+
+def _any(verdicts: Sequence[bool | None]) -> bool | None:
     return True if True in verdicts else None if None in verdicts else False
 
 
@@ -113,16 +117,17 @@ def _read(found: Tokens, nesting: int = 0) -> MathAnswer:
     if found == ("\\{", "\\}"):
         return MathAnswer("word", "\\emptyset")
     inner = _between(found)
-    if inner is not None and found[0] == "\\{":
+    bracket = found[0] if inner else ""
+    if bracket == "\\{":
         return _solutions(made("set", _flat(_split(inner, ","))))
     if len(unions := _split(found, "\\cup")) > 1:
         return made("set", unions, "\\cup")
-    if inner is not None and found[0] != "{" and len(elements := _split(inner, ",")) > 1:
-        return made("tuple", elements, found[0] + found[-1])
-    if inner is not None and found[0] == "(" and len(inner) == 1 and inner[0].isalpha():
+    if bracket != "{" and len(elements := _split(inner, ",")) > 1:
+        return made("tuple", elements, bracket + found[-1])
+    if bracket == "(" and len(inner) == 1 and inner[0].isalpha():
         return MathAnswer("word", inner[0])
     # An `array` gets its brackets from outside, and names its columns first.
-    array = inner if inner is not None and found[0] in "([" and inner[2:3] == ("array",) else None
+    array = inner if bracket in ("(", "[") and inner[2:3] == ("array",) else ()
     body = array or found
     if body[:2] == ("\\begin", "{") and body[-4:-2] == ("\\end", "{"):
         if body.count("\\begin") != 1 or body[2] != body[-2] or not (array or body[2] in MATRICES):
@@ -143,19 +148,16 @@ def _read(found: Tokens, nesting: int = 0) -> MathAnswer:
 
 
 def _expression(parts: Tokens, text: str) -> MathAnswer:
-    if all(token.startswith('"') or (token.isalpha() and len(token) > 4) for token in parts):
+    is_text = all(token.startswith('"') or (token.isalpha() and len(token) > 4) for token in parts)
+    if is_text or parts == ("\\emptyset",):
         return MathAnswer("word", text)
     percent = parts[-1] == "%"
-    if parts == ("\\emptyset",):
-        return MathAnswer("word", text)
     if parts in (("\\infty",), ("+", "\\infty"), ("-", "\\infty")):
         return MathAnswer("word", "-\\infty" if parts[0] == "-" else "\\infty")
     try:
         value = values(parts[:-1] if percent else parts)
-    except TwoNumbers:
-        return MathAnswer("word", text)
-    except NoExpression:
-        return MathAnswer("unreadable", text)
+    except NoExpression as error:
+        return MathAnswer("word" if isinstance(error, TwoNumbers) else "unreadable", text)
     digits = -1
     if all(token in "+-" for token in parts[: -1 - percent]) and parts[-1 - percent].replace(".", "", 1).isdigit():
         digits = len(parts[-1 - percent].replace(".", "").lstrip("0"))
@@ -167,9 +169,8 @@ def _equation(sides: MathAnswer) -> MathAnswer:
     lhs, rhs = sides.parts
     if len(lhs.value) == 1 and len(rhs.value) > 1 and _is_name(rhs.spelling):
         lhs, rhs = rhs, lhs
-    size = max(len(lhs.value), len(rhs.value))
-    pairs = [(lhs.value[k % len(lhs.value)], rhs.value[k % len(rhs.value)]) for k in range(size) if lhs.value and rhs.value]
-    is_exact = size > 1 and all(isinstance(a, Fraction) and isinstance(b, Fraction) for a, b in pairs)
+    pairs = _at_points(lhs.value, rhs.value)
+    is_exact = len(pairs) > 1 and all(isinstance(a, Fraction) and isinstance(b, Fraction) for a, b in pairs)
     sides = replace(sides, value=tuple(a - b for a, b in pairs) if is_exact else ())
     if _is_name(lhs.spelling):
         return replace(sides, kind="solution", parts=(rhs,), names=(lhs.spelling,))
@@ -249,15 +250,12 @@ def _split(parts: Tokens, separator: str) -> list[Tokens]:
     return [*pieces, parts[start:]]
 
 
-def _between(parts: Tokens) -> Tokens | None:
-    if len(parts) < 3 or parts[0] not in OPENING or parts[-1] not in CLOSING:
-        return None
-    depth = 0
-    for place, token in enumerate(parts):
-        depth += (token in OPENING) - (token in CLOSING)
-        if depth == 0:
-            return parts[1:-1] if place == len(parts) - 1 else None
-    return None
+def _between(parts: Tokens) -> Tokens:
+    """What stands between brackets around all; nothing if there are none."""
+    if len(parts) < 3 or parts[0] not in OPENING:
+        return ()
+    *depths, last = itertools.accumulate((token in OPENING) - (token in CLOSING) for token in parts)
+    return parts[1:-1] if all(depths) and last == 0 else ()
 
 
 def _flat(pieces: list[Tokens]) -> list[Tokens]:
@@ -278,8 +276,7 @@ def _same(first: MathAnswer, other: MathAnswer) -> bool | None:
     kinds = {first.kind, other.kind}
     if "either" in kinds:
         tries, other_tries = (it.parts if it.kind == "either" else (it,) for it in (first, other))
-        verdicts = [_same(a, b) for a in tries for b in other_tries]
-        return True if True in verdicts else None if None in verdicts else False
+        return _any([_same(a, b) for a in tries for b in other_tries])
     if "equation" in kinds and not kinds <= {"equation", "solution", "unreadable"}:
         return False
     if "equation" in kinds and any(first.value) and first.value in (other.value, tuple(-value for value in other.value)):
@@ -356,5 +353,10 @@ def _same_numbers(first: MathAnswer, other: MathAnswer) -> bool:
 
 
 def _agree(first: tuple[Number, ...], second: tuple[Number, ...], tolerance: float) -> bool:
-    size = max(len(first), len(second))
-    return all(close(first[k % len(first)], second[k % len(second)], tolerance) for k in range(size))
+    return all(close(*pair, tolerance) for pair in _at_points(first, second))
+
+
+def _at_points(first: tuple[Number, ...], second: tuple[Number, ...]) -> list[tuple[Number, Number]]:
+    """The pairs of values; a single one is that at all points. None if one of the two has no value."""
+    size = max(len(first), len(second)) if first and second else 0
+    return [(first[k % len(first)], second[k % len(second)]) for k in range(size)]

@@ -14,7 +14,15 @@ from typing import Any
 
 from grpo_rl.rewards.math.compare import compare, number, operations
 from grpo_rl.rewards.math.math_tokens import MAX_TEXT, spelling, tokens
-from grpo_rl.rewards.rules.answers import ExtraInfo, after_thought, final_answer, golds_of, last_boxed, with_prompt_tail
+from grpo_rl.rewards.rules.answers import (
+    ExtraInfo,
+    after_thought,
+    final_answer,
+    golds_of,
+    last_boxed,
+    verdict,
+    with_prompt_tail,
+)
 
 LARGEST = 1e15
 """Integers up to here are exact as floats."""
@@ -51,7 +59,7 @@ def math(
     text = after_thought(solution_str, extra_info) if skip_thought else with_prompt_tail(solution_str, extra_info)
     answer = last_boxed(text) if boxed_only else final_answer(text)
     if answer is None:
-        return {"score": 0.0, "acc": 0.0, "refused": 0.0}
+        return verdict(0.0, refused=0.0)
     question = (extra_info or {}).get("question") if evaluated is None else None
     verdicts = []
     for gold in golds:
@@ -59,9 +67,9 @@ def math(
         if right and (evaluated or (isinstance(question, str) and _asks_for_value(question, gold))):
             right = operations(answer) <= operations(gold)
         verdicts.append((right, is_refused))
-    score = float(any(right for right, _ in verdicts))
-    refused = float(not score and any(is_refused for _, is_refused in verdicts))
-    return {"score": score, "acc": score, "refused": refused, "answer": _vote(answer)}
+    is_right = any(right for right, _ in verdicts)
+    refused = float(not is_right and any(is_refused for _, is_refused in verdicts))
+    return verdict(is_right, refused=refused, answer=_vote(answer))
 
 
 def _graded(gold: str, answer: str, algebra: bool) -> tuple[bool, bool]:

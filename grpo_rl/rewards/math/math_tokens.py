@@ -49,31 +49,34 @@ NOTHING = {
     *("\\left", "\\right", "\\bigl", "\\bigr", "\\big", "\\Big", "\\Bigl", "\\Bigr", "\\displaystyle", "\\limits"),
     *("\\!", "\\,", "\\;", "\\:", "\\ ", "\\quad", "\\qquad", "~", "$", "\\$", "\\(", "\\)", "\\[", "\\]", "\\degree"),
 }
-SAME = {
-    **dict.fromkeys(("\\dfrac", "\\tfrac", "\\cfrac"), "\\frac"),
-    **dict.fromkeys(("\\cdot", "\\times", "\\ast"), "*"),
-    **dict.fromkeys(("\\mathrm", "\\textbf", "\\mathbf", "\\mbox", "\\textnormal", "\\textrm", "\\textit", "\\hbox"), "\\text"),
-    **dict.fromkeys(("\\dbinom", "\\tbinom"), "\\binom"),
-    **dict.fromkeys(("\\simeq", "\\approxeq", "\\doteq"), "\\approx"),
-    "\\varnothing": "\\emptyset",
-    "\\div": "/",
-    "\\leq": "\\le",
-    "\\geq": "\\ge",
-    "\\neq": "\\ne",
-    "\\%": "%",
-    "\\lbrace": "\\{",
-    "\\rbrace": "\\}",
-    "\\lbrack": "[",
-    "\\rbrack": "]",
-    "\\colon": ":",
-    "\\vert": "|",
-    "\\lvert": "|",
-    "\\rvert": "|",
-}
+
+
+def _first_words(lines: str) -> dict[str, str]:
+    """Each word, with the first one of its line."""
+    return {word: line.split()[0] for line in lines.strip().splitlines() for word in line.split()}
+
+
+SAME = _first_words(r"""
+\frac \dfrac \tfrac \cfrac
+* \cdot \times \ast
+\text \mathrm \textbf \mathbf \mbox \textnormal \textrm \textit \hbox
+\binom \dbinom \tbinom
+\approx \simeq \approxeq \doteq
+\emptyset \varnothing
+/ \div
+\le \leq
+\ge \geq
+\ne \neq
+% \%
+\{ \lbrace
+\} \rbrace
+[ \lbrack
+] \rbrack
+: \colon
+| \vert \lvert \rvert
+""")
 AND = ("and", "or")
-MEASURES = {
-    name: line.split()[0]
-    for line in """
+MEASURES = _first_words("""
 mm millimeter millimeters millimetre millimetres
 cm centimeter centimeters centimetre centimetres
 m meter meters metre metres
@@ -105,9 +108,7 @@ deg degree degrees
 rad radian radians
 am
 pm
-""".strip().splitlines()
-    for name in line.split()
-}
+""")
 """Answers with different units differ; other words, as in `21\\text{ dogs}`, say nothing."""
 HALVES = frozenset(("am", "pm"))
 HALF = r"(?i)(?<![a-z])([ap])\.?\s?m(?![a-z])\.?"
@@ -226,12 +227,8 @@ def spelling(parts: tuple[str, ...]) -> str:
 
 
 def _closing(raw: list[str], opening: int) -> int:
-    depth = 0
-    for place in range(opening, len(raw)):
-        depth += {"{": 1, "}": -1}.get(raw[place], 0)
-        if depth == 0:
-            return place
-    return len(raw)
+    depths = itertools.accumulate({"{": 1, "}": -1}.get(token, 0) for token in raw[opening:])
+    return next((opening + place for place, depth in enumerate(depths) if depth == 0), len(raw))
 
 
 def _words(words: list[str]) -> list[str]:

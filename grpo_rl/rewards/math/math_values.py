@@ -148,15 +148,16 @@ class Expression:
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise NoExpression
-        value = self._one(self._take())
+        value = self._value_of(self._take())
         self._depth -= 1
         return value
 
-    def _one(self, token: str) -> Number:
+    def _value_of(self, token: str) -> Number:
         if closing := BRACKETS.get(token):
             value = self._sum()
-            self.num_operations += self._next() == "\\choose"
-            if self._next() == "\\choose" and self._take():
+            if self._next() == "\\choose":
+                self.num_operations += 1
+                self._take()
                 value = _binomial(value, self._sum())
             if self._take() != closing:
                 raise NoExpression

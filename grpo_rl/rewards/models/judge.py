@@ -24,7 +24,7 @@ from grpo_rl.config.schema.reward import JudgeConfig
 from grpo_rl.control_words import outside
 from grpo_rl.errors import RewardError
 from grpo_rl.processes.child import Parent, serve
-from grpo_rl.rewards.contract import LARGEST_REWARD, Outcome, RewardFailure, RewardResult, Sample
+from grpo_rl.rewards.contract import LARGEST_REWARD, Outcome, RewardFailure, RewardResult, Sample, message_of
 from grpo_rl.rewards.models.judge_answers import Criterion, Parser, aggregated, criteria_of, mark_of, parser_for
 from grpo_rl.rewards.models.judge_question import ERROR, INVALID, TIMEOUT, JudgeSpec, question
 
@@ -53,8 +53,12 @@ class Judge:
         self._key = os.environ.get(self.config.api_key_env or "")
         self._headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         self._parser = parser_for(self.config.parser)
-        limits = httpx.Limits(max_connections=self.config.max_concurrency)
-        self._client = httpx.AsyncClient(headers=self._headers, timeout=self.config.timeout_s, limits=limits)
+        self._client = httpx.AsyncClient(
+            base_url=str(self.config.base_url),
+            headers=self._headers | {"Content-Type": "application/json"},
+            timeout=self.config.timeout_s,
+            limits=httpx.Limits(max_connections=self.config.max_concurrency),
+        )
         self._changed = asyncio.Condition()
         self._num_running, self._most_running, self._interval_s, self._next_start = 0, 0, 0.0, 0.0
 
@@ -139,13 +143,11 @@ class Judge:
         await asyncio.sleep(start - current_s)
 
     async def _try(self, body: bytes) -> str:
-        assert self.config.base_url is not None
-        url = f"{self.config.base_url.rstrip('/')}/chat/completions"
-        received, headers = bytearray(), {"Content-Type": "application/json"}
+        received = bytearray()
         try:
             # The client's own limit is for each wait; this one is for the whole request.
             async with asyncio.timeout(self.config.timeout_s):
-                async with self._client.stream("POST", url, content=body, headers=headers) as response:
+                async with self._client.stream("POST", "chat/completions", content=body) as response:
                     async for chunk in response.aiter_bytes():
                         received += chunk
                         if len(received) > LARGEST_ANSWER:
@@ -243,17 +245,12 @@ def begin(setup: dict[str, Any], parent: Parent) -> Callable[[Any], None]:
     threading.Thread(target=loop.run_forever, name="judge", daemon=True).start()
 
     async def answer(number: int, sample: Sample) -> None:
-        outcome = await judge.judge(sample)
-        if isinstance(outcome, RewardFailure):
-            parent.send({"number": number, "failure": outcome.kind, "cause": outcome.cause})
-        else:
-            parent.send({"number": number, "score": outcome.score, "values": dict(outcome.values)})
+        parent.send({"number": number} | message_of(await judge.judge(sample)))
 
     def handle(message: dict[str, Any]) -> None:
-        if "share" in message:
-            asyncio.run_coroutine_threadsafe(judge.allow(*message["share"]), loop)
-        else:
-            asyncio.run_coroutine_threadsafe(answer(message["number"], Sample(*message["sample"])), loop)
+        shared = "share" in message
+        work = judge.allow(*message["share"]) if shared else answer(message["number"], Sample(*message["sample"]))
+        asyncio.run_coroutine_threadsafe(work, loop)
 
     return handle
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import yaml
 
@@ -43,10 +43,10 @@ def marked_score(text: str) -> float:
 
 
 def json_score(text: str, key: str) -> float:
-    mark = next((value for _, _, value in _objects(text) if key in value), None)
-    if mark is None:
-        raise ValueError(f"it has no JSON object with {key!r}")
-    return _marked(mark[key], key)
+    for _, _, value in _objects(text):
+        if key in value:
+            return _marked(value[key], key)
+    raise ValueError(f"it has no JSON object with {key!r}")
 
 
 def json_marks(text: str, keys: Sequence[str]) -> dict[str, float]:
@@ -89,9 +89,13 @@ def mark_of(name: str, names: Sequence[str], text: str) -> float:
 
 def _marked(value: Any, key: str) -> float:
     number = _number(value.strip()) if isinstance(value, str) else value
-    if number is None or isinstance(number, bool) or not isinstance(number, Real) or not math.isfinite(number):
+    if not is_finite(number):
         raise ValueError(f"{key} is {str(value)[:80]!r}, not a number")
     return float(number)
+
+
+def is_finite(value: Any) -> TypeGuard[float]:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _number(text: str, start: int = 0) -> float | None:
@@ -131,11 +135,10 @@ def criteria_of(rubric: Any, aggregation: str) -> tuple[Criterion, ...]:
         entry = {"criterion": entry} if isinstance(entry, str) else entry
         if not isinstance(entry, Mapping):
             raise ValueError(f"criterion {number} is neither a text nor a mapping with `criterion`")
-        text, weight = (next((entry[key] for key in keys if entry.get(key) is not None), None) for keys in _KEYS)
-        weight = 1.0 if weight is None else weight
+        text, weight = (next((entry[key] for key in keys if entry.get(key) is not None), default) for default, *keys in _KEYS)
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"criterion {number} has no text under `criterion`")
-        if isinstance(weight, bool) or not isinstance(weight, Real) or not math.isfinite(weight) or weight == 0:
+        if not is_finite(weight) or weight == 0:
             raise ValueError(f"criterion {number} has the weight {weight!r}; give a number other than 0")
         if weight < 0 and aggregation != "weighted":
             raise ValueError(f"criterion {number} has a negative weight, which needs rubric_aggregation=weighted")
@@ -149,7 +152,8 @@ def criteria_of(rubric: Any, aggregation: str) -> tuple[Criterion, ...]:
     return tuple(criteria)
 
 
-_KEYS = (("criterion", "text", "description"), ("weight", "points"))
+_KEYS = ((None, "criterion", "text", "description"), (1.0, "weight", "points"))
+"""What a criterion has by default, and the names of each field."""
 
 
 def aggregated(criteria: Sequence[Criterion], marks: Mapping[str, float], config: JudgeConfig) -> float:

@@ -70,13 +70,10 @@ def after_thought(text: str, extra_info: Mapping[str, Any] | None = None) -> str
 
 def last_pair(text: str) -> str | None:
     """The last match of `<answer>(.*?)</answer>`."""
-    pair, place = None, 0
-    while True:
-        start = text.find(OPEN_ANSWER, place)
-        end = text.find(CLOSE_ANSWER, start + len(OPEN_ANSWER)) if start >= 0 else -1
-        if end < 0:
-            return pair
-        pair, place = text[start + len(OPEN_ANSWER) : end], end + len(CLOSE_ANSWER)
+    text, tag, _ = text.rpartition(CLOSE_ANSWER)
+    # Every opening tag is closed now: the search never goes through the text in vain.
+    pairs = re.findall(f"{OPEN_ANSWER}(.*?){CLOSE_ANSWER}", text + tag, re.DOTALL)
+    return pairs[-1] if pairs else None
 
 
 def after_phrase(text: str) -> str | None:
@@ -92,7 +89,7 @@ def after_phrase(text: str) -> str | None:
     # The answer may stand on a line after the phrase: `Answer:`, an empty line, then `$$`, the number, and `$$`.
     rest = tail[end:].lstrip(" \t\r\n:*")
     marked = re.match(FORMULA, rest, re.DOTALL)
-    inside = next((group for group in marked.groups() if group is not None), None) if marked else None
+    inside = marked[marked.lastindex or 0] if marked else None
     if inside is not None and not (rest[1] != "$" and ". " in inside and inside[:1].isdigit()):
         return inside
     if rest.startswith(("$$", "\\(", "\\[")):
@@ -108,6 +105,11 @@ def final_answer(text: str) -> str | None:
         return last_boxed(text)
     tagged = last_tagged(text)
     return tagged if tagged is not None else after_phrase(text)
+
+
+def verdict(score: float, **further: Any) -> dict[str, Any]:
+    """The result of a rule whose score is also its accuracy."""
+    return {"score": float(score), "acc": float(score), **further}
 
 
 SOLUTION_MARK = "####"

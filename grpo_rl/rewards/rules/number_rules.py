@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_rl.config.schema.kinds import Factor
 from grpo_rl.rewards.math.math_values import NoExpression, typed_value
-from grpo_rl.rewards.rules.answers import ExtraInfo, golds_of, last_pair
+from grpo_rl.rewards.rules.answers import ExtraInfo, golds_of, last_pair, verdict
 
 MAX_EXACT_DIGITS = 15
 
@@ -22,8 +22,7 @@ def arithmetic(data_source: str, solution_str: str, ground_truth: str, extra_inf
     `answer` is the number that was given, if the response is one.
     """
     answer = solution_str.strip()
-    score = float(answer in golds_of(ground_truth))
-    result = {"score": score, "acc": score}
+    result = verdict(answer in golds_of(ground_truth))
     digits = answer.removeprefix("-")
     if digits.isascii() and digits.isdigit() and len(digits) <= MAX_EXACT_DIGITS:
         result["answer"] = float(answer)
@@ -35,14 +34,13 @@ def arithmetic_process(data_source: str, solution_str: str, ground_truth: str, e
 
     `digits` is the share of places, of the answer or the response, whichever is longer, that agree.
     """
-    result: dict[str, Any] = dict(arithmetic(data_source, solution_str, ground_truth, extra_info))
+    result: dict[str, Any] = arithmetic(data_source, solution_str, ground_truth, extra_info)
     ground_truth = golds_of(ground_truth)[0]
     answer = solution_str.strip()
     start = solution_str.index(answer)
     right = [float(character == ground_truth[place : place + 1]) for place, character in enumerate(answer)]
-    result["digits"] = sum(right) / max(len(answer), len(ground_truth))
-    result["steps"] = [(start + place + 1, reward) for place, reward in enumerate(right)]
-    return result
+    steps = [(start + place, reward) for place, reward in enumerate(right, start=1)]
+    return result | {"digits": sum(right) / max(len(answer), len(ground_truth)), "steps": steps}
 
 
 COLUMN = re.compile("[0-9]{1,2}")
@@ -55,7 +53,7 @@ def written_sum(data_source: str, solution_str: str, ground_truth: str, extra_in
     The rows are those of `task:rated_sums`. A line follows from those before, right or wrong.
     """
     lines, right = solution_str.strip().split("\n"), ground_truth.split("\n")
-    score, end = float(lines[-1] == right[-1]), solution_str.index(lines[0])
+    end = solution_str.index(lines[0])
     steps, columns = [], ["0"]
     for place, line in enumerate(lines):
         end += len(line) + (place > 0)
@@ -70,7 +68,7 @@ def written_sum(data_source: str, solution_str: str, ground_truth: str, extra_in
             follows = line == columns[-1] + "".join(column[-1] for column in columns[-2:0:-1])
         if line:
             steps.append((end, float(follows)))
-    return {"score": score, "acc": score, "steps": steps}
+    return verdict(lines[-1] == right[-1], steps=steps)
 
 
 WINDOW = 300
@@ -107,10 +105,7 @@ def _graded(candidates: list[str], ground_truth: str) -> dict[str, float]:
     if all(gold is None for gold in golds):
         raise ValueError(f"the ground truth {str(ground_truth)[:100]!r} is no number; expected one, alone or after ####")
     answer = to_number(candidates[-1]) if candidates else None
-    if answer is None:
-        return {"score": 0.0, "acc": 0.0}
-    score = float(answer in golds)
-    return {"score": score, "acc": score, "answer": float(answer)}
+    return verdict(0.0) if answer is None else verdict(answer in golds, answer=float(answer))
 
 
 def to_number(text: str) -> Decimal | None:
@@ -139,11 +134,11 @@ def countdown(
     `+ - * /`, brackets and each given number exactly once, whose exact value is within 1e-5 of the target. `acc` is 1 for a
     right one, `answered` if there are tags. `ground_truth` has `numbers` (or `nums`) and `target`; raises ValueError else.
     """
-    numbers, target = _task(ground_truth)
+    numbers, target = countdown_task(ground_truth)
     text = solution_str[solution_str.rfind("\n") + 1 :] if last_line else solution_str
     answer = last_pair(text)
     if answer is None:
-        return {"score": 0.0, "acc": 0.0, "answered": 0.0}
+        return verdict(0.0, answered=0.0)
     try:
         value, used = typed_value(answer)
         are_whole = "**" not in answer and all(map(str.isdigit, used))
@@ -154,7 +149,7 @@ def countdown(
     return {"score": score if right else format_score, "acc": float(right), "answered": 1.0}
 
 
-def _task(ground_truth: Any) -> tuple[list[int], Fraction]:
+def countdown_task(ground_truth: Any) -> tuple[list[int], Fraction]:
     task = json.loads(ground_truth) if isinstance(ground_truth, str) and ground_truth[:1] == "{" else ground_truth
     numbers = task.get("numbers", task.get("nums")) if isinstance(task, Mapping) else None
     if numbers is None or "target" not in task:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo_rl.config.schema.kinds import Count, Fraction
-from grpo_rl.rewards.rules.answers import ExtraInfo, after_thought
+from grpo_rl.rewards.rules.answers import ExtraInfo, after_thought, verdict
 
 MAX_TEXT = 20_000
 """Characters of a response that may be right."""
@@ -39,8 +39,6 @@ def json_fields(
         raise ValueError(f"the ground truth {str(ground_truth)[:100]!r} is no JSON object")
     text = after_thought(solution_str, extra_info).strip()
     is_bare, fields_of_answer = _object(text)
-    if fields_of_answer is None:
-        return {"score": 0.0, "acc": 0.0, "fields": 0.0, "alone": 0.0}
     right = sum(key in fields_of_answer and _same(fields_of_answer[key], value) for key, value in gold.items())
     fields = right / max(1, len(gold.keys() | fields_of_answer.keys()))
     score = fields * (1.0 - bare + bare * is_bare)
@@ -65,7 +63,7 @@ def json_schema(
     validator = schema_validator(rules if isinstance(rules, str) else json.dumps(rules, sort_keys=True))
     value, is_json = _parsed(after_thought(solution_str, extra_info).strip())
     valid = is_json and validator.is_valid(value)
-    return {"score": float(valid), "acc": float(valid), "json": float(is_json)}
+    return verdict(valid, json=float(is_json))
 
 
 @functools.lru_cache(maxsize=256)
@@ -114,8 +112,8 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
 
 
-def _object(text: str) -> tuple[bool, dict[str, Any] | None]:
-    """Whether the text is an object and nothing else; and the first object in it."""
+def _object(text: str) -> tuple[bool, dict[str, Any]]:
+    """Whether the text is an object and nothing else; and the first object in it, empty if there is none."""
     value, is_json = _parsed(text)
     if is_json and isinstance(value, dict):
         return True, value
@@ -128,7 +126,7 @@ def _object(text: str) -> tuple[bool, dict[str, Any] | None]:
             return False, decoder.raw_decode(text, start)[0]
         except (ValueError, RecursionError):
             continue
-    return False, None
+    return False, {}
 
 
 def _same(value: Any, gold: Any) -> bool:
@@ -173,17 +171,15 @@ def instructions(
     Words are compared in any case. After IFEval's strict accuracy (arXiv 2311.07911, section 2.2): of instructions, and of prompts.
     """
     constraints = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
-    if not constraints or _malformed(constraints):
+    if not (
+        isinstance(constraints, list | tuple)
+        and constraints
+        and all(isinstance(pair, list | tuple) and len(pair) == 2 and pair[0] in _CHECKS for pair in constraints)
+    ):
         raise ValueError(f"the ground truth {str(ground_truth)[:100]!r} is no list of constraints; known: {', '.join(_CHECKS)}")
     text = after_thought(solution_str, extra_info).strip()
     words = [word.casefold() for word in _WORD.findall(text)] if len(text) <= MAX_TEXT else []
     if len(words) < least_words:
-        return {"score": 0.0, "acc": 0.0}
+        return verdict(0.0)
     num_kept = sum(_CHECKS[kind](text, words, value) for kind, value in constraints)
     return {"score": num_kept / len(constraints), "acc": float(num_kept == len(constraints))}
-
-
-def _malformed(constraints: Any) -> bool:
-    return not isinstance(constraints, list | tuple) or any(
-        not isinstance(pair, list | tuple) or len(pair) != 2 or pair[0] not in _CHECKS for pair in constraints
-    )

@@ -15,6 +15,7 @@ from grpo_rl.rewards.rules.answers import (
     after_thought,
     final_answer,
     golds_of,
+    verdict,
     with_prompt_tail,
 )
 
@@ -54,13 +55,15 @@ def exact_match(
         return " ".join(text.split())
 
     right = len(answer) <= MAX_ANSWER and normal(answer) in set(map(normal, golds))
-    return {"score": float(right), "acc": float(right)}
+    return verdict(right)
 
 
 LETTERS = "ABCDEFGHIJ"
 MAX_CHOICE = 1_000
 WRAPPING = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\b|[\s$*{}\"'`\\]")
-ALONE = re.compile(r"[(\[]?([A-Z])[)\]]?[.:,]?")
+ALONE = re.compile(rf"[(\[]?([{LETTERS}])[)\]]?[.:,]?")
+HEAD = re.compile(rf"[\s$*]*(?:\(([{LETTERS}])\)|\[([{LETTERS}])\]|([{LETTERS}])[).:])")
+"""`B) four` and `(B) four`, but not the `A` of `A dog` or the `I` of `I think`."""
 
 
 def multiple_choice(
@@ -87,10 +90,7 @@ def multiple_choice(
     if answer is None and len(text) <= MAX_CHOICE and ALONE.fullmatch(text.strip()):
         answer = text
     chosen = None if answer is None else _letter(answer, choices)
-    if chosen is None:
-        return {"score": 0.0, "acc": 0.0}
-    score = float(chosen == gold)
-    return {"score": score, "acc": score, "answer": float(LETTERS.index(chosen))}
+    return verdict(0.0) if chosen is None else verdict(chosen == gold, answer=float(LETTERS.index(chosen)))
 
 
 def _letter(answer: str, choices: list[str]) -> str | None:
@@ -100,14 +100,8 @@ def _letter(answer: str, choices: list[str]) -> str | None:
     for letter, choice in zip(LETTERS, choices, strict=False):
         if plain.casefold() == choice.strip().casefold():
             return letter
-    bare = WRAPPING.sub("", plain)
-    if ALONE.fullmatch(bare):
-        letter = next(character for character in bare if character.isalpha())
-        return letter if letter in LETTERS else None
-    # `B) four` and `(B) four`, but not the `A` of `A dog` or the `I` of `I think`.
-    head = re.match(r"[\s$*]*(?:\(([A-Z])\)|\[([A-Z])\]|([A-Z])[).:])", plain)
-    named = next((group for group in head.groups() if group), None) if head else None
-    return named if named is not None and named in LETTERS else None
+    named = ALONE.fullmatch(WRAPPING.sub("", plain)) or HEAD.match(plain)
+    return named[named.lastindex or 0] if named else None
 
 
 TAGS = (OPEN_THINK, CLOSE_THINK, OPEN_ANSWER, CLOSE_ANSWER)
@@ -120,14 +114,10 @@ def think_answer(data_source: str, solution_str: str, ground_truth: Any, extra_i
     answer have a letter, a digit or a mathematical sign each.
     """
     text = with_prompt_tail(solution_str, extra_info).strip()
-    if any(text.count(tag) != 1 for tag in TAGS) or not (text.startswith(OPEN_THINK) and text.endswith(CLOSE_ANSWER)):
+    if any(text.count(tag) != 1 for tag in TAGS):
         return 0.0
-    thought_end, answer_start = text.index(CLOSE_THINK), text.index(OPEN_ANSWER)
-    if answer_start < thought_end:
-        return 0.0
-    thought, between = text[len(OPEN_THINK) : thought_end], text[thought_end + len(CLOSE_THINK) : answer_start]
-    answer = text[answer_start + len(OPEN_ANSWER) : -len(CLOSE_ANSWER)]
-    return float(not between.strip() and _says_something(thought) and _says_something(answer))
+    parts = re.fullmatch(rf"{OPEN_THINK}(.*){CLOSE_THINK}\s*{OPEN_ANSWER}(.*){CLOSE_ANSWER}", text, re.DOTALL)
+    return float(parts is not None and all(map(_says_something, parts.groups())))
 
 
 def _says_something(text: str) -> bool:

@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from grpo_rl.config.schema.reward import JudgeConfig
 from grpo_rl.processes.child import Child, OutputLog, encode
-from grpo_rl.rewards.contract import Outcome, RewardFailure, RewardResult, number_of
+from grpo_rl.rewards.contract import RewardFailure, outcome_of
 from grpo_rl.rewards.models.judge_question import ERROR, INVALID, KINDS, TIMEOUT, JudgeSpec
 from grpo_rl.rewards.runtime.process import Job
 from grpo_rl.rewards.runtime.processes import Broken, Done, Processes
@@ -78,9 +78,8 @@ class JudgeProcess(Processes):
                 if len(self._asked) >= (1 if self._suspects else self._share.num_requests):
                     break
                 job, number = (self._suspects or self._waiting).popleft(), next(self._serials)
-                sample = job.samples[0]()
                 try:
-                    fields = encode(sample._replace(solution_str=str(sample.solution_str)))
+                    fields = encode(job.arguments()[0])
                 except (TypeError, ValueError) as error:
                     cause = f"ground_truth or extra_info cannot be sent to the judge's process: {error}"
                     job.outcomes = [RewardFailure(INVALID, cause)]
@@ -127,7 +126,7 @@ class JudgeProcess(Processes):
                 with self._lock:
                     job = self._asked.pop(message.get("number", -1), None)
                 if job is not None:
-                    job.outcomes = [_outcome_of(message)]
+                    job.outcomes = [outcome_of(message, KINDS)]
                     self._feed()
                     self._done([job])
             except TimeoutError:
@@ -147,14 +146,3 @@ class JudgeProcess(Processes):
         for job in jobs:
             job.outcomes = [cause]
         self._done(jobs)
-
-
-def _outcome_of(message: dict[str, Any]) -> Outcome:
-    """Return the result in a message, which a parser of a user's may have written."""
-    try:
-        if message.get("failure") in KINDS:
-            return RewardFailure(message["failure"], str(message.get("cause")))
-        values = {str(name): number_of(mark, str(name)) for name, mark in message["values"].items()}
-        return RewardResult(number_of(message["score"], "score"), values)
-    except (LookupError, AttributeError, RewardFailure):
-        return RewardFailure(ERROR, "the process answered something else")

@@ -27,7 +27,8 @@ from grpo_rl.rewards.contract import (
     Sample,
     call,
     call_batch,
-    read_result,
+    message_of,
+    outcome_of,
 )
 
 
@@ -51,29 +52,21 @@ class Job:
     def is_joint(self) -> bool:
         return len(self.samples) != 1
 
+    def arguments(self) -> list[Sample]:
+        """The samples with their texts, wherever these lie."""
+        samples = [sample() for sample in self.samples]
+        return [sample._replace(solution_str=str(sample.solution_str)) for sample in samples]
+
     def settle(self, answers: Sequence[Any], missing: RewardFailure | None = None) -> None:
         """Read the answers of the functions in their order; the first one without an answer failed as `missing` says."""
         messages = [answer if isinstance(answer, dict) else {} for answer in answers]
         self.seconds += sum(message["seconds"] for message in messages if isinstance(message.get("seconds"), float))
-        self.outcomes = [*map(_read_answer, messages), *([missing] if missing else [])]
-        if self.batched:
-            listed = next((message.get("answers") for message in messages if "failure" not in message), None)
-            if isinstance(listed, list) and len(listed) == len(self.samples):
-                self.outcomes = [_read_answer(answer) for answer in listed]
-            else:
-                self.failed_as_whole, self.outcomes = True, self.outcomes[:1] * len(self.samples)
-
-
-def _read_answer(answer: Any) -> Outcome:
-    """Check a response's result as a function's result is: the function itself may have written it."""
-    try:
-        if isinstance(answer, dict) and answer.get("failure") in KINDS:
-            return RewardFailure(answer["failure"], str(answer.get("cause")))
-        if not isinstance(answer, dict) or "result" not in answer:
-            return RewardFailure(INVALID, "the process answered something else")
-        return read_result(answer["result"])
-    except RewardFailure as failure:
-        return failure
+        listed = messages[0].get("answers") if self.batched and messages else None
+        if isinstance(listed, list) and len(listed) == len(self.samples):
+            messages, missing = listed, None
+        self.outcomes = [*(outcome_of(message, KINDS) for message in messages), *([missing] if missing else [])]
+        if self.batched and messages is not listed:
+            self.failed_as_whole, self.outcomes = True, self.outcomes[:1] * len(self.samples)
 
 
 SENT = ("functions", "audit", "batched", "function_kwargs", "timeout_s")
@@ -105,10 +98,8 @@ class RewardProcess:
         """
         sent, samples, settled = [], [], []
         for job in jobs:
-            arguments = [sample() for sample in job.samples]
-            arguments = [sample._replace(solution_str=str(sample.solution_str)) for sample in arguments]
             try:
-                samples.append(encode(arguments))
+                samples.append(encode(job.arguments()))
                 sent.append(job)
             except (TypeError, ValueError) as error:
                 cause = f"ground_truth or extra_info cannot be sent to a reward function: {error}"
@@ -134,7 +125,7 @@ class RewardProcess:
         except (OSError, EOFError, ValueError) as error:
             at = sent[num_done]
             if isinstance(error, TimeoutError):
-                size = sum(len(str(sample().solution_str)) for sample in at.samples)
+                size = sum(len(sample.solution_str) for sample in at.arguments())
                 what = f"{len(at.samples)} responses" if at.is_joint else "response"
                 took = f"took longer than reward.timeout_s={self._timeout_s:g} ({what} of {size} characters)"
                 missing = RewardFailure(TIMEOUT, took)
@@ -175,10 +166,10 @@ def spared(failed: Job, ask: Callable[[Sequence[Job]], object]) -> list[Outcome]
     ask(single_jobs)
     good = [job for job in single_jobs if not isinstance(job.outcomes[0], RewardFailure)]
     if len(good) == len(single_jobs):
-        joint_failures = [failure for failure in failed.outcomes if isinstance(failure, RewardFailure)]
         return [
             RewardFailure(failure.kind, f"{failure.cause}; with each response alone it does not fail")
-            for failure in joint_failures
+            for failure in failed.outcomes
+            if isinstance(failure, RewardFailure)
         ]
     if good:
         joint_job = Job([job.samples[0] for job in good], failed.functions, batched=True)
@@ -211,7 +202,7 @@ def begin(setup: dict[str, Any], parent: Parent) -> Callable[[Any], None]:
                 try:
                     parent.send(answer)
                 except (TypeError, ValueError) as error:  # what cannot be sent
-                    answer = _one(RewardFailure(INVALID, f"the result holds what cannot be read: {error}"))
+                    answer = message_of(RewardFailure(INVALID, f"the result holds what cannot be read: {error}"))
                     parent.send(answer)
                 if answer.get("exit"):
                     os._exit(0)
@@ -226,18 +217,12 @@ def _answer(component: Component, samples: Sequence[Sample]) -> dict[str, Any]:
     started = time.perf_counter()
     try:
         if component.batched:
-            answer: dict[str, Any] = {"answers": [_one(result) for result in call_batch(component, samples)]}
+            answer: dict[str, Any] = {"answers": [*map(message_of, call_batch(component, samples))]}
         else:
-            answer = _one(call(component, samples[0]))
+            answer = message_of(call(component, samples[0]))
     except RewardFailure as error:
-        answer = _one(error) | {"exit": isinstance(error.__cause__, MemoryError)}
+        answer = message_of(error) | {"exit": isinstance(error.__cause__, MemoryError)}
     return answer | {"seconds": time.perf_counter() - started}
-
-
-def _one(result: Outcome) -> dict[str, Any]:
-    if isinstance(result, RewardFailure):
-        return {"failure": result.kind, "cause": result.cause}
-    return {"result": result.plain()}
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import contextlib
 import queue
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ Done = Callable[[Sequence[Job]], None]
 Broken = Callable[[GrpoRlError], None]
 
 
-class Processes(ABC):
+class Processes:
     """Threads that keep a process each, for jobs. `done` is called with those that are settled, `broken` if
     none can start."""
 
@@ -43,12 +42,9 @@ class Processes(ABC):
         for thread in self._threads:
             thread.start()
 
-    @abstractmethod
-    def put(self, jobs: Sequence[Job]) -> None: ...
-
-    @abstractmethod
     def _work(self, number: int, log: OutputLog) -> None:
         """Keep a process at this place until all are closed."""
+        raise NotImplementedError
 
     @property
     def pids(self) -> dict[int, int]:

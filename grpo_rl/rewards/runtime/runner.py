@@ -146,16 +146,14 @@ class RewardRunner(JobRunner):
         jobs = self._take(rollouts, batched_jobs)
         further = [spared(job, self._call) for job in batched_jobs]
         for rollout, job, *batched_outcomes in zip(rollouts, jobs, *further, strict=True):
-            self._settle(rollout, [*job.outcomes, *batched_outcomes])
+            try:
+                reward = self._function.assemble(rollout, [*job.outcomes, *batched_outcomes])
+                rollout.reward, rollout.reward_parts, rollout.steps = reward
+                rollout.failure = rollout.failure_cause = None
+            except RewardFailure as failure:
+                fail(rollout, failure, self._config)
         stop_where_due(rollouts, self._config)
         return list(rollouts)
-
-    def _settle(self, rollout: Rollout, outcomes: Sequence[Outcome]) -> None:
-        try:
-            rollout.reward, rollout.reward_parts, rollout.steps = self._function.assemble(rollout, outcomes)
-            rollout.failure = rollout.failure_cause = None
-        except RewardFailure as failure:
-            fail(rollout, failure, self._config)
 
 
 class JudgeRunner(JobRunner):

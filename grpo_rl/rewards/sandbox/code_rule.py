@@ -14,7 +14,7 @@ import ast
 import itertools
 import json
 import math
-import operator
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
@@ -28,7 +28,10 @@ from grpo_rl.rewards.rules.answers import ExtraInfo
 from grpo_rl.rewards.sandbox.sandbox import START_S, Case, CaseOutcome, Limits, Sandbox
 
 KEY = "reward.function_kwargs.code"
-FENCE = "```"
+_SPACE = r"[^\S\n]*"
+FENCE = re.compile(rf"^{_SPACE}```", re.MULTILINE)
+BLOCK = re.compile(rf"^({_SPACE})```(.*)\n((?:(?!{_SPACE}```).*\n)*){_SPACE}```", re.MULTILINE)
+"""Spaces before the fence, what stands behind it, and the lines up to the next fence."""
 PYTHON = ("python", "py", "python3")
 TOTAL_S = 30.0
 LONGEST_CODE = 100_000
@@ -76,9 +79,8 @@ def code(
                 continue
             outcome = sandbox.run(test.case, remaining_s)
             result["num_passed" if test.holds(outcome) else "num_failed"] += 1
-            result["timed_out"] += outcome.status == "timeout"
-            result["too_much"] += outcome.status == "output"
-            result["crashed"] += outcome.status == "ended" and outcome.exit_code != 0
+            if not outcome.succeeded:
+                result["crashed" if outcome.status == "ended" else outcome.status] += 1
     result["acc"] = float(result["num_passed"] == len(tests))
     result["score"] = result["num_passed"] / len(tests) if continuous else result["acc"]
     return result
@@ -110,25 +112,17 @@ def last_program(text: str) -> str | None:
 
     A text without any fence is a program as a whole, as base models write them.
     """
+    if not FENCE.search(text):
+        return text or None
     blocks: dict[bool, str] = {}
-    block: list[str] | None = None
-    language, indent, has_fence = "", 0, False
-    for line in text.split("\n"):
-        bare = line.lstrip()
-        if not bare.startswith(FENCE):
-            if block is not None:
-                block.append(line if line[:indent].strip() else line[indent:])
-        elif block is None:
-            block, has_fence = [], True
-            language, indent = bare.removeprefix(FENCE).strip().lower(), len(line) - len(bare)
-        else:
-            if language in ("", *PYTHON):
-                blocks[bool(language)] = "".join(f"{code_line}\n" for code_line in block)
-            block = None
-    return blocks.get(True, blocks.get(False)) if has_fence else text or None
+    for indent, language, code_lines in BLOCK.findall(text):
+        if (language := language.strip().lower()) in ("", *PYTHON):
+            margin = len(indent)
+            lines = [line if line[:margin].strip() else line[margin:] for line in code_lines.split("\n")]
+            blocks[bool(language)] = "\n".join(lines)
+    return blocks.get(True, blocks.get(False))
 
 
-DEEPEST = 200
 MOST_ALIKE = 50
 """Values of a set with the same hash."""
 
@@ -136,39 +130,21 @@ MOST_ALIKE = 50
 def decode(value: bytes) -> Any:
     """What `inside.encode` wrote, in exact built-in types. Raises ValueError for anything else."""
     try:
-        return _decode(json.loads(value.decode("ascii")), 0)
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        return _decode(json.loads(value.decode("ascii")))
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError(f"not a value: {error}") from error
 
 
-_PLAIN: dict[str, Callable[[Any], Any]] = {"i": lambda text: int(text, 16), "f": float, "b": bytes.fromhex}
-_CONTAINERS = {"l": list, "t": tuple, "s": set}
-
-
-def _decode(node: Any, depth: int) -> Any:
-    if depth > DEEPEST:
-        raise ValueError(f"nested more than {DEEPEST} deep")
-    if not isinstance(node, list):
-        if isinstance(node, dict):
-            raise ValueError("an object")
+def _decode(node: Any) -> Any:
+    if not isinstance(node, list | dict):
         return node
-    tag, items = node[0] if node else None, node[1:]
-    if not isinstance(tag, str):
-        raise ValueError("a list without a tag")
+    if isinstance(node, dict):
+        raise ValueError("an object")
+    tag, *items = node
     if tag in _PLAIN:
         (text,) = items
         return _PLAIN[tag](text)
-    values = [_decode(item, depth + 1) for item in items]
-    if tag == "c":
-        return complex(*values)
-    if tag == "d":
-        check_hashes(values[::2])
-        return dict(zip(values[::2], values[1::2], strict=True))
-    if tag not in _CONTAINERS:
-        raise ValueError(f"tag {tag!r}")
-    if tag == "s":
-        check_hashes(values)
-    return _CONTAINERS[tag](values)
+    return _CONTAINERS[tag]([_decode(item) for item in items])
 
 
 def check_hashes(values: Sequence[Any]) -> None:
@@ -178,10 +154,26 @@ def check_hashes(values: Sequence[Any]) -> None:
         raise ValueError(f"more than {MOST_ALIKE} values with one hash")
 
 
-@frozen
-class Test:
-    __test__ = False  # not one of pytest's
+def _set(values: Any = ()) -> set[Any]:
+    if isinstance(values, list | tuple):
+        check_hashes(values)
+    return set(values)
 
+
+def _dict(items: list[Any]) -> dict[Any, Any]:
+    check_hashes(items[::2])
+    return dict(zip(items[::2], items[1::2], strict=True))
+
+
+_PLAIN: dict[str, Callable[[Any], Any]] = {"i": lambda text: int(text, 16), "f": float, "b": bytes.fromhex}
+_CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {
+    **{"l": list, "t": tuple, "s": _set, "d": _dict},
+    "c": lambda parts: complex(*parts),
+}
+
+
+@frozen
+class JudgedCase:
     case: Case
     judge: Callable[[Any], bool]
     """Gets standard output of a program, the returned value of a call."""
@@ -190,14 +182,13 @@ class Test:
         if not outcome.succeeded:
             return False
         try:
-            if self.case.function is None:
-                return self.judge(outcome.stdout.decode(errors="replace"))
-            return self.judge(decode(outcome.value))
-        except (ValueError, TypeError, ArithmeticError, RecursionError, AttributeError):
+            is_program = self.case.function is None
+            return self.judge(outcome.stdout.decode(errors="replace") if is_program else decode(outcome.value))
+        except (ValueError, TypeError, ArithmeticError, RecursionError, AttributeError, NameError):
             return False
 
 
-def assertions(text: str, function: str | None) -> list[Test]:
+def assertions(text: str, function: str | None) -> list[JudgedCase]:
     try:
         body: list[ast.stmt] = ast.parse(text.strip()).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -212,16 +203,15 @@ def assertions(text: str, function: str | None) -> list[Test]:
 
 def _is_idle(node: ast.stmt) -> bool:
     """A doc string, an import, HumanEval's METADATA and `assert True` test nothing."""
-    if isinstance(node, ast.Assert):
-        return isinstance(node.test, ast.Constant) and node.test.value is True
-    if isinstance(node, ast.Assign):
-        return all(isinstance(target, ast.Name) and target.id == "METADATA" for target in node.targets)
-    return isinstance(node, ast.Import | ast.ImportFrom | ast.Pass) or (
-        isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    )
+    match node:
+        case ast.Expr(ast.Constant()) | ast.Import() | ast.ImportFrom() | ast.Pass():
+            return True
+        case ast.Assert(ast.Constant(True)) | ast.Assign([ast.Name("METADATA")]):
+            return True
+    return False
 
 
-def _assertion(node: ast.stmt, aliases: set[str], function: str | None) -> Test:
+def _assertion(node: ast.stmt, aliases: set[str], function: str | None) -> JudgedCase:
     def refused(reason: str) -> RewardError:
         return RewardError(
             f"an assertion of a code task cannot be used: {reason}: {ast.unparse(node)!r:.80}; expected values stay outside "
@@ -230,70 +220,33 @@ def _assertion(node: ast.stmt, aliases: set[str], function: str | None) -> Test:
 
     if not isinstance(node, ast.Assert):
         raise refused("only assertions can be judged outside of the sandbox")
-    test, parts = node.test, list(ast.walk(node.test))
+    parts = list(ast.walk(node.test))
     calls = [part for part in parts if isinstance(part, ast.Call) and ast.unparse(part.func) not in WRAPPERS]
     if len(calls) != 1 or not isinstance(calls[0].func, ast.Name) or calls[0].keywords:
         raise refused("it must call the function once, with arguments by position")
-    call, called = calls[0], calls[0].func.id
+    called = calls[0].func.id
     try:
-        arguments = tuple(map(ast.literal_eval, call.args))
+        arguments = tuple(map(ast.literal_eval, calls[0].args))
     except (ValueError, TypeError):
         raise refused("the arguments must be literals") from None
-    if unknown := next((part for part in parts if not isinstance(part, (*KNOWN, *COMPARISONS))), None):
+    if unknown := next((part for part in parts if not isinstance(part, KNOWN)), None):
         raise refused(f"{ast.unparse(unknown)!r} is none of the operations that are judged here")
     name = function if called in aliases and function is not None else called
-    return Test(Case(function=name, arguments=arguments), lambda value: bool(_result(test, call, value)))
+    expression = compile(ast.Expression(node.test), "<assertion>", "eval")
 
+    def judge(value: Any) -> bool:
+        return bool(eval(expression, {"__builtins__": {}, "math": math, **WRAPPERS, called: lambda *arguments: value}))
 
-def _set(values: Any = ()) -> set[Any]:
-    if isinstance(values, list | tuple):
-        check_hashes(values)
-    return set(values)
+    return JudgedCase(Case(function=name, arguments=arguments), judge)
 
 
 WRAPPERS: dict[str, Callable[..., Any]] = {
     function.__name__: function for function in (sorted, list, tuple, len, abs, round, math.isclose)
 } | {"set": _set, "math.isclose": math.isclose}
-COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.Is: operator.is_,
-    ast.IsNot: operator.is_not,
-    ast.In: lambda item, values: item in values,
-    ast.NotIn: lambda item, values: item not in values,
-}
 KNOWN = (
     *(ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Name, ast.Attribute, ast.expr_context, ast.Call, ast.keyword),
-    *(ast.Not, ast.USub, ast.UAdd, ast.Sub, ast.And, ast.Or, ast.UnaryOp, ast.BinOp, ast.Compare, ast.BoolOp),
+    *(ast.Not, ast.USub, ast.UAdd, ast.Sub, ast.And, ast.Or, ast.UnaryOp, ast.BinOp, ast.Compare, ast.BoolOp, ast.cmpop),
 )
-
-
-def _result(node: ast.expr, call: ast.Call, value: Any) -> Any:
-    """The value of an assertion's expression with `value` in the place of the call."""
-
-    def of(part: ast.expr) -> Any:
-        return _result(part, call, value)
-
-    if node is call:
-        return value
-    if isinstance(node, ast.Compare):
-        terms = [of(term) for term in (node.left, *node.comparators)]
-        compared = zip(node.ops, terms, terms[1:], strict=False)
-        return all(COMPARISONS[type(sign)](lhs, rhs) for sign, lhs, rhs in compared)
-    if isinstance(node, ast.BoolOp):
-        return (all if isinstance(node.op, ast.And) else any)([of(term) for term in node.values])
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        return not of(node.operand)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
-        return of(node.left) - of(node.right)
-    if isinstance(node, ast.Call):
-        keywords = {keyword.arg: of(keyword.value) for keyword in node.keywords if keyword.arg}
-        return WRAPPERS[ast.unparse(node.func)](*map(of, node.args), **keywords)
-    return ast.literal_eval(node)
 
 
 ASSERTIONS = ("assert_case", "asserts", "test_list", "test")
@@ -305,7 +258,7 @@ FORMS = (
 )
 
 
-def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> tuple[str, list[Test]]:
+def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> tuple[str, list[JudgedCase]]:
     """Code that goes before the candidate's, and the tests.
 
     They are read from the ground truth, or `extra_info["test_cases"]` if that is empty. Raises RewardError.
@@ -313,17 +266,22 @@ def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -
     extra = extra_info or {}
     stored = ground_truth if ground_truth not in (None, "") else extra.get("test_cases")
     if isinstance(stored, str):
-        stored = _parsed(stored)
+        try:
+            stored = json.loads(stored)
+        except ValueError:
+            if "assert" not in stored:
+                raise RewardError(
+                    f"the ground truth of a code task is neither JSON nor assertions: {stored!r:.80}; {FORMS}"
+                ) from None
+            stored = {"test": stored}
     if isinstance(stored, Sequence) and not isinstance(stored, str):
         stored = _listed(stored, extra)
     if not isinstance(stored, Mapping):
         raise RewardError(f"the ground truth of a code task is {stored!r:.80}; {FORMS}")
-    named = next((source[key] for source in (stored, extra) for key in FUNCTION_NAMES if source.get(key)), None)
+    named = _first(FUNCTION_NAMES, stored, extra)
     setup = "".join(f"{stored[key]}\n" for key in SETUPS if stored.get(key))
-    key = next((key for key in ASSERTIONS if stored.get(key)), None)
-    if key is not None:
-        texts = [stored[key]] if isinstance(stored[key], str) else stored[key]
-        tests = [test for text in texts for test in assertions(text, named)]
+    if (texts := _first(ASSERTIONS, stored)) is not None:
+        tests = [test for text in ([texts] if isinstance(texts, str) else texts) for test in assertions(text, named)]
     elif "inputs" in stored and "outputs" in stored:
         inputs, outputs = stored["inputs"], stored["outputs"]
         if len(inputs) != len(outputs):
@@ -336,11 +294,15 @@ def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -
     return setup, tests
 
 
+def _first(keys: Sequence[str], *sources: Mapping[str, Any]) -> Any:
+    return next((source[key] for source in sources for key in keys if source.get(key)), None)
+
+
 def _listed(tests: Sequence[Any], extra: Mapping[str, Any]) -> dict[str, Any]:
     """LiveCodeBench's tests of {input, output, testtype}, else assertions."""
     if not tests or not all(isinstance(test, Mapping) and {"input", "output"} <= test.keys() for test in tests):
         return {"asserts": tests}
-    name = next((extra[key] for key in ("func_name", *FUNCTION_NAMES) if extra.get(key)), None)
+    name = _first(("func_name", *FUNCTION_NAMES), extra)
     calls = [test.get("testtype") == "functional" for test in tests]
     if any(calls) and (not all(calls) or name is None):
         raise RewardError(
@@ -350,30 +312,21 @@ def _listed(tests: Sequence[Any], extra: Mapping[str, Any]) -> dict[str, Any]:
     return pairs | ({"fn_name": name} if any(calls) else {})
 
 
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        if "assert" in text:
-            return {"test": text}
-        raise RewardError(f"the ground truth of a code task is neither JSON nor assertions: {text!r:.80}; {FORMS}") from None
-
-
 def _lines(text: Any) -> str:
     return text if isinstance(text, str) else "\n".join(map(str, text)) if isinstance(text, Sequence) else str(text)
 
 
-def _pair(function: str | None, stdin: Any, expected: Any) -> Test:
+def _pair(function: str | None, stdin: Any, expected: Any) -> JudgedCase:
     if function is None:
         output = _lines(expected)
-        return Test(Case(stdin=_lines(stdin)), lambda text: same_output(text, output))
+        return JudgedCase(Case(stdin=_lines(stdin)), lambda text: same_output(text, output))
     if isinstance(stdin, str):  # a JSON value on each line, and the output as JSON
         try:
             stdin, expected = [json.loads(line) for line in stdin.split("\n") if line.strip()], json.loads(expected)
         except (ValueError, TypeError) as error:
             raise RewardError(f"arguments of {function} are not JSON, a value on each line: {stdin!r:.80}: {error}") from None
     case = Case(function=function, arguments=tuple(stdin))
-    return Test(case, lambda value: same_value(value, expected))
+    return JudgedCase(case, lambda value: same_value(value, expected))
 
 
 def same_value(value: Any, expected: Any) -> bool:
@@ -386,7 +339,7 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_as_json(item) for item in value]
     if isinstance(value, dict):
-        return {key if isinstance(key, str) else str(key): _as_json(item) for key, item in value.items()}
+        return {str(key): _as_json(item) for key, item in value.items()}
     return value
 
 

@@ -15,6 +15,7 @@ import marshal
 import os
 import resource
 import select
+import struct
 import sys
 import time
 from typing import Any, NoReturn
@@ -88,8 +89,7 @@ def candidate(setup: dict[str, Any], case: dict[str, Any]) -> None:
         resource.setrlimit(kind, (limit, limit))
     libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
-    header, empty = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-    call("drop the capabilities", "capset", ctypes.byref(header), ctypes.byref(empty))
+    call("drop the capabilities", "capset", struct.pack("Ii", 0x20080522, 0), bytes(24))
     call("forbid new rights", "prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     program = _Program(len(setup["filter"]) // 8, setup["filter"])
     call("filter system calls", "prctl", PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0)
@@ -110,13 +110,12 @@ def candidate(setup: dict[str, Any], case: dict[str, Any]) -> None:
 
 def _complete_builtins() -> None:
     """As the module `site` and the system give them elsewhere."""
-    vars(builtins).update(exit=sys.exit, quit=sys.exit)
     opened = builtins.open
 
     def open_file(file: Any, *options: Any, **named: Any) -> Any:
         return opened(0 if file in ("/dev/stdin", "/dev/fd/0", "/proc/self/fd/0") else file, *options, **named)
 
-    vars(builtins).update(open=open_file)
+    vars(builtins).update(exit=sys.exit, quit=sys.exit, open=open_file)
 
 
 class _Program(ctypes.Structure):
@@ -143,11 +142,9 @@ def _run(case: dict[str, Any]) -> None:
 def _finish(exit_code: int) -> NoReturn:
     """End as a program ends: threads first, then what it registered, then what it has not yet written."""
     try:
-        threading = sys.modules.get("threading")
-        if threading is not None:
+        if threading := sys.modules.get("threading"):
             threading._shutdown()
-        exits = sys.modules.get("atexit")
-        if exits is not None:
+        if exits := sys.modules.get("atexit"):
             exits._run_exitfuncs()
         sys.stdout.flush()
     finally:
@@ -159,9 +156,11 @@ CLONE_FLAGS = 0x10000000 | 0x00020000 | 0x20000000 | 0x40000000 | 0x08000000 | 0
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 4096, 16384, 1 << 18, 2
 MOUNT_SETATTR = 442
-"""The system call has the same number on every architecture."""
+"""The system call has the same number on every architecture. Its attributes: those to set and to clear, propagation, user namespace."""
 AT_FDCWD, AT_RECURSIVE = -100, 0x8000
 NONCE_BYTES = 16
+HEAD = struct.Struct("<ci3I")
+"""Of an outcome: status, exit code, lengths of standard output, standard error and value, which follow."""
 SETUP_S = 4.0
 """Less than the asking process waits beyond a case's time."""
 TMP = "/tmp"
@@ -171,17 +170,6 @@ DEVICES = ("null", "zero", "urandom")
 def _mount(step: str, source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
     words = [None if text is None else os.fsencode(text) for text in (source, target, kind)]
     call(step, "mount", *words, ctypes.c_ulong(flags), os.fsencode(data))
-
-
-class _MountAttributes(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint64) for name in ("attr_set", "attr_clr", "propagation", "userns_fd")]
-
-
-def _read_only(target: str, flags: int) -> None:
-    attributes = _MountAttributes(attr_set=flags)
-    arguments = (ctypes.c_long(MOUNT_SETATTR), AT_FDCWD, os.fsencode(target), AT_RECURSIVE)
-    size = ctypes.c_size_t(ctypes.sizeof(attributes))
-    call(f"make {target} read-only (needs Linux 5.12)", "syscall", *arguments, ctypes.byref(attributes), size)
 
 
 def read_exactly(descriptor: int, size: int) -> bytearray:
@@ -256,7 +244,9 @@ def _make_root(setup: dict[str, Any]) -> None:
     for source, target in setup["binds"]:
         os.makedirs(target, exist_ok=True)
         _mount(f"mount {source}", "/old" + source, target, None, MS_BIND | MS_REC)
-        _read_only(target, MS_RDONLY | MS_NOSUID | MS_NODEV)
+        attributes = struct.pack("4Q", MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, 0)
+        arguments = (ctypes.c_long(MOUNT_SETATTR), AT_FDCWD, os.fsencode(target), AT_RECURSIVE, attributes)
+        call(f"make {target} read-only (needs Linux 5.12)", "syscall", *arguments, ctypes.c_size_t(len(attributes)))
     for packages in setup["hidden"]:
         _mount(f"hide {packages}", "none", packages, "tmpfs", MS_RDONLY | MS_NOSUID | MS_NODEV, "size=4k")
     for text, link in setup["links"]:
@@ -302,28 +292,33 @@ def _answer(control: int, setup: dict[str, Any], case: dict[str, Any], nonce: by
         os.close(descriptor)
     watched = os.pidfd_open(child)
     # Its time begins when it is set up: on a busy machine that alone may take longer than a case may.
-    begun = select.poll()
-    for descriptor in (pipes[-1][0], watched, control):
-        begun.register(descriptor, 0 if descriptor == control else select.POLLIN)
-    begun.poll(int(1000 * SETUP_S))
+    _poll_of(control, pipes[-1][0], watched).poll(int(1000 * SETUP_S))
     status, outputs = _watch(control, watched, [read for read, _ in pipes[: ARMED - 1]], setup["max_output"], case["time_s"])
     os.close(watched)
     exit_code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    _reap()
+    try:
+        while True:
+            os.waitpid(-1, 0)
+    except ChildProcessError:
+        pass
     if not os.read(pipes[-1][0], 1):
         status = b"S"
     os.close(pipes[-1][0])
-    lengths = b"".join(len(output).to_bytes(4, "little") for output in outputs)
-    return status + exit_code.to_bytes(4, "little", signed=True) + lengths + b"".join(outputs)
+    return HEAD.pack(status, exit_code, *map(len, outputs)) + b"".join(outputs)
+
+
+def _poll_of(control: int, *descriptors: int) -> select.poll:
+    poll = select.poll()
+    poll.register(control, 0)  # if it hangs up, no process waits for the answer; data on it would be the next case
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return poll
 
 
 def _watch(control: int, watched: int, reads: list[int], limit: int, time_s: float) -> tuple[bytes, list[bytes]]:
     """Kill the candidate at the end of its time, or after `limit` bytes in one place."""
     outputs, totals = [bytearray() for _ in reads], [0] * len(reads)
-    poll = select.poll()
-    for descriptor in (*reads, watched, control):
-        # A channel that hangs up means that no process waits for the answer; data on it would be the next case.
-        poll.register(descriptor, 0 if descriptor == control else select.POLLIN)
+    poll = _poll_of(control, *reads, watched)
     deadline = time.monotonic() + time_s
     status, ended = b"E", False
     while True:
@@ -349,22 +344,11 @@ def _watch(control: int, watched: int, reads: list[int], limit: int, time_s: flo
                 poll.unregister(reads[index])
             elif totals[index] > limit:
                 status, ended = b"O", True
-    _kill_all()  # before its pipes close: it would take that for an error of its own, and answer once more
+    # All processes, before the pipes close: the candidate would take that for an error of its own, and answer once more.
+    try:  # noqa: SIM105 - contextlib would be loaded each time
+        os.kill(-1, SIGKILL)
+    except ProcessLookupError:
+        pass
     for descriptor in reads:
         os.close(descriptor)
     return status, [bytes(output[:limit]) for output in outputs]
-
-
-def _kill_all() -> None:
-    try:
-        os.kill(-1, SIGKILL)
-    except ProcessLookupError:
-        return
-
-
-def _reap() -> None:
-    try:
-        while True:
-            os.waitpid(-1, 0)
-    except ChildProcessError:
-        pass

@@ -35,8 +35,10 @@ LAUNCH = (
 )
 """Imports a module, because those are compiled once and a script each time."""
 SETUP_FAILED = b"S"
-STATUS = {b"E": "ended", b"T": "timeout", b"O": "output"}
+STATUS = {b"E": "ended", b"T": "timed_out", b"O": "too_much"}
 MIB = 1 << 20
+FILE_BYTES = 16 * MIB
+"""Of one file, and of all in /tmp."""
 
 
 @frozen
@@ -44,18 +46,15 @@ class Limits:
     time_s: float = 5.0
     memory_mb: int = 512
     output_kb: int = 4096
-    threads: int = 16
-    files: int = 64
-    file_mb: int = 16
 
     def rlimits(self) -> dict[str, int]:
         return {
             "RLIMIT_CORE": 0,
             "RLIMIT_CPU": math.ceil(self.time_s) + 1,
             "RLIMIT_AS": int(self.memory_mb * MIB),
-            "RLIMIT_FSIZE": int(self.file_mb * MIB),
-            "RLIMIT_NOFILE": int(self.files),
-            "RLIMIT_NPROC": int(self.threads),
+            "RLIMIT_FSIZE": FILE_BYTES,
+            "RLIMIT_NOFILE": 64,
+            "RLIMIT_NPROC": 16,
             "RLIMIT_MEMLOCK": 0,
             "RLIMIT_MSGQUEUE": 0,
         }
@@ -73,7 +72,7 @@ class Case:
 @frozen
 class CaseOutcome:
     status: str
-    """ended; timeout; output (wrote too much)."""
+    """ended; timed_out; too_much (was written)."""
     exit_code: int = -1
     stdout: bytes = b""
     value: bytes = b""
@@ -91,21 +90,20 @@ class Sandbox:
     def __init__(self, source: str, limits: Limits | None = None, line: socket.socket | None = None) -> None:
         """`line` is the first case's standard input, to be read and written; it is closed here."""
         self._limits = limits or Limits()
-        self._setup = {
+        self._setup: dict[str, Any] = {
             "source": source.encode(errors="replace"),
             "filter": call_filter(platform.machine()),
             "pivot_root": PIVOT_ROOT[platform.machine()],
             "rlimits": self._limits.rlimits(),
             "max_output": int(self._limits.output_kb * 1024),
-            "tmp_options": f"size={int(self._limits.file_mb * MIB)},nr_inodes=1000,mode=777",
-            "line": None if line is None else line.fileno(),
+            "tmp_options": f"size={FILE_BYTES},nr_inodes=1000,mode=777",
+            "line": line and line.fileno(),
         }
-        descriptors = [] if line is None else [line.fileno()]
         self._channel, child_end = socket.socketpair()
         with child_end, line or contextlib.nullcontext():
             self._process = subprocess.Popen(
                 [interpreter(), "-I", "-S", "-B", "-X", "utf8", "-c", LAUNCH, str(ROOT), str(child_end.fileno())],
-                pass_fds=[child_end.fileno(), *descriptors],
+                pass_fds=[end.fileno() for end in (child_end, line) if end],
                 env={},
                 cwd="/",
                 stdin=subprocess.DEVNULL,
@@ -169,29 +167,26 @@ class Sandbox:
             self._expect(b"R", deadline)
         except (EOFError, OSError) as error:
             self._process.kill()
-            message = b"" if self._process.stderr is None else self._process.stderr.read(4096)
+            message = self._process.stderr.read(4096) if self._process.stderr else b""
             reason = message.decode(errors="replace").strip().rpartition("\n")[2] or str(error) or "the launcher ended"
-            raise SandboxUnavailable(unavailable(f"start the launcher with {interpreter()}: {reason}")) from error
+            raise unavailable(f"start the launcher with {interpreter()}: {reason}") from error
 
     def _expect(self, sign: bytes, deadline: float) -> None:
         answer = self._receive(1, deadline)
         if answer == b"F":
             self._channel.settimeout(1.0)
-            raise SandboxUnavailable(unavailable(self._channel.recv(4096).decode(errors="replace")))
+            raise unavailable(self._channel.recv(4096).decode(errors="replace"))
         if answer != sign:
             raise EOFError(f"unexpected {answer!r}")
 
     def _outcome(self, deadline: float) -> CaseOutcome:
-        head = self._receive(17, deadline)
-        lengths = [int.from_bytes(head[start : start + 4], "little") for start in (5, 9, 13)]
-        if head[:1] not in (*STATUS, SETUP_FAILED) or max(lengths) > self._setup["max_output"] + (1 << 16):  # type: ignore[operator]
+        status, exit_code, *lengths = inside.HEAD.unpack(self._receive(inside.HEAD.size, deadline))
+        if status not in (*STATUS, SETUP_FAILED) or max(lengths) > self._setup["max_output"] + (1 << 16):
             raise EOFError
         stdout, stderr, value = (self._receive(length, deadline) for length in lengths)
-        if head[:1] == SETUP_FAILED:
-            raise SandboxUnavailable(
-                unavailable(f"start the candidate: {stderr.decode(errors='replace') or 'it was too slow'}")
-            )
-        return CaseOutcome(STATUS[head[:1]], int.from_bytes(head[1:5], "little", signed=True), stdout, value, stderr)
+        if status == SETUP_FAILED:
+            raise unavailable(f"start the candidate: {stderr.decode(errors='replace') or 'it was too slow'}")
+        return CaseOutcome(STATUS[status], exit_code, stdout, value, stderr)
 
     def _send(self, data: bytes, deadline: float) -> None:
         self._channel.settimeout(max(0.001, deadline - time.monotonic()))
@@ -223,10 +218,8 @@ def _mounts() -> dict[str, list[Any]]:
     """`site-packages` are hidden: they may hold a user's data."""
     binds: list[tuple[str, str]] = []
     links: list[tuple[str, str]] = []
-    roots = [f"{prefix}/{name}" for prefix in {sys.base_prefix, sys.base_exec_prefix} for name in ("lib", sys.platlibdir)]
-    for folder in ["/usr/lib", "/usr/lib64", "/lib", "/lib64", *sorted(set(roots))]:
-        if folder in {target for _, target in [*binds, *links]}:
-            continue
+    roots = [f"{prefix}/{name}" for prefix in (sys.base_prefix, sys.base_exec_prefix) for name in ("lib", sys.platlibdir)]
+    for folder in dict.fromkeys(["/usr/lib", "/usr/lib64", "/lib", "/lib64", *sorted(roots)]):
         if os.path.islink(folder):
             links.append((os.readlink(folder), folder))
         elif os.path.isdir(folder):
@@ -259,7 +252,7 @@ def _map_ids(pid: int) -> bool:
         (folder / "gid_map").write_text(f"{NOBODY} {gid} 1\n")
         (folder / "uid_map").write_text(f"{NOBODY} {uid} 1\n")
     except OSError as error:
-        raise SandboxUnavailable(unavailable(f"map the user's id into the namespace: {error.strerror}")) from error
+        raise unavailable(f"map the user's id into the namespace: {error.strerror}") from error
     return False
 
 
@@ -268,14 +261,14 @@ def check_available() -> None:
         outcome = sandbox.run(Case())
     if not outcome.succeeded or outcome.stdout != b"42\n":
         message = outcome.stderr.decode(errors="replace") or f"{outcome.status}, exit code {outcome.exit_code}"
-        raise SandboxUnavailable(unavailable(f"run a first program: {message}"))
+        raise unavailable(f"run a first program: {message}")
 
 
 class SandboxUnavailable(RewardError): ...
 
 
-def unavailable(step: str) -> str:
-    return (
+def unavailable(step: str) -> SandboxUnavailable:
+    return SandboxUnavailable(
         f"no sandbox for code on this machine, and code of a model is never run without one. Failed: {step}. To do: on the machine "
         "itself, sysctl -w kernel.unprivileged_userns_clone=1 kernel.apparmor_restrict_unprivileged_userns=0 "
         "user.max_user_namespaces=10000, as far as it has them; in a container, start it with --security-opt seccomp=unconfined "
