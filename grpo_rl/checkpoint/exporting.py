@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from grpo_rl.checkpoint.files import flush, refusals, whole_folder
-from grpo_rl.checkpoint.manifest import MANIFEST, verify
+from grpo_rl.checkpoint.manifest import read_manifest, verify
 from grpo_rl.checkpoint.rank_files import load_weights
 from grpo_rl.config.schema.model import POLICY_KEY, ModelConfig
 from grpo_rl.errors import CheckpointError, ConfigError, DataError
-from grpo_rl.run_files import parsed, read_bytes, read_json
+from grpo_rl.run_files import read_json
 
 MARK = "export.json"
 """Written last: the step, and the digest of the manifest of the exported checkpoint."""
@@ -24,8 +24,8 @@ MARK = "export.json"
 
 def is_exported(checkpoint: Path, folder: Path) -> bool:
     try:
-        return bool(read_json(folder / MARK)["manifest"] == _seal(checkpoint))
-    except (DataError, KeyError, TypeError):
+        return bool(read_json(folder / MARK)["manifest"] == read_manifest(checkpoint).seal)
+    except (CheckpointError, DataError, KeyError, TypeError):
         return False
 
 
@@ -61,7 +61,7 @@ def export_policy(checkpoint: Path, base: str, model: Mapping[str, Any], target:
             tensors = {name: tensor for name, tensor in policy.lm.state_dict().items() if lora.is_adapter(name)}
             lora.save_adapter(fresh / lora.FOLDER, policy.lm, policy.adapters, tensors)
         tokenizer.save_pretrained(fresh)
-        mark = {"step": int(checkpoint.name.removeprefix("step_")), "manifest": _seal(checkpoint)}
+        mark = {"step": int(checkpoint.name.removeprefix("step_")), "manifest": read_manifest(checkpoint).seal}
         (fresh / MARK).write_text(json.dumps(mark) + "\n", encoding="utf-8")
     return target
 
@@ -111,7 +111,3 @@ def try_export(base: str, model: ModelConfig, tokenizer: Any) -> None:
             f"{POLICY_KEY}={base}: the trained model could not be written: {type(error).__name__}: {error}. Mend the "
             "file that it names, or set trainer.export_at_end=false"
         ) from error
-
-
-def _seal(checkpoint: Path) -> str:
-    return str(parsed(read_bytes(checkpoint / MANIFEST).decode())["sha256"])

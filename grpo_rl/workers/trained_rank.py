@@ -42,7 +42,7 @@ class TrainedRank(Saves, ABC, Generic[S, M]):
         self.work = ModelWork(self.model)
         self.optimizer = make_optimizer(self.model, spec.optim)
         self.scheduler = make_scheduler(self.optimizer, spec.optim, spec.total_optimizer_steps)
-        self.files = RankFiles(self.model, self.optimizer, self.scheduler, rank.rank, rank.patience_s)
+        self.files = RankFiles(self.model, (self.optimizer, self.scheduler), rank.rank, rank.patience_s)
         offload = {"param_offload": spec.param_offload, "optimizer_offload": spec.optimizer_offload}
         offload["in_host_memory"] = spec.in_host_memory
         self.memory = DeviceMemory(self.model, self.device, self.optimizer, **offload)
