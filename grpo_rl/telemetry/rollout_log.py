@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections import deque
@@ -17,7 +18,7 @@ from grpo_rl.background import has_ended, in_background
 from grpo_rl.config.secrets import hide_known
 from grpo_rl.errors import DataError
 from grpo_rl.run_files import read_lines
-from grpo_rl.telemetry.metrics.metrics_file import NON_FINITE, dump_line, is_count, is_number
+from grpo_rl.telemetry.metrics.metrics_file import Say, dump_line, finite_or_not, is_count, is_number
 from grpo_rl.telemetry.rundir import RunDir
 
 if TYPE_CHECKING:  # types imports torch, which reading a log does not need
@@ -40,7 +41,7 @@ class RolloutLog:
         *,
         token_groups: int = 0,
         written: Callable[[Kind, int, Path], None] = lambda kind, step, path: None,
-        warn: Callable[[str], None] = lambda text: None,
+        warn: Say = logging.warning,
     ) -> None:
         self._written = written  # called by the writing thread with each whole file
         self._warn, self._is_failing = warn, False
@@ -185,7 +186,7 @@ def read_rollouts(path: Path) -> list[dict[str, Any]]:
 
 
 def _is_number(value: Any) -> bool:
-    return is_number(NON_FINITE.get(value, value) if isinstance(value, str) else value)
+    return is_number(finite_or_not(value))
 
 
 def _are(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:

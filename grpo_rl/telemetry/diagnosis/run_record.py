@@ -51,11 +51,11 @@ class Series:
     def now(self) -> float:
         return self.values[-1]
 
-    def since(self, holds: Callable[[float], bool]) -> int:
-        """Return the step since which the condition has held; the last one if it does not hold."""
+    def since(self, compare: Callable[[float, float], bool], bound: float) -> int:
+        """Return the step since which `compare` has held of value and bound; the last one if it does not."""
         step = self.points[-1][0]
         for at, value in reversed(self.points):
-            if not holds(value):
+            if not compare(value, bound):
                 break
             step = at
         return step
@@ -104,14 +104,22 @@ class RunRecord:
         value = self._settings.get(key, default)
         return default if value_problem(key, value) else value
 
-    def series(self, key: str, *, validation: bool = False) -> Series:
-        records = self.records if validation else self.training
+    def keys(self, prefix: str) -> list[str]:
+        """Return the names of training metrics that begin so, in the order of the log."""
+        return list(dict.fromkeys(key for record in self.training for key in record if key.startswith(prefix)))
+
+    def series(self, key: str) -> Series:
+        records = self.records if key.startswith("val/") else self.training
         points = [(int(record["step"]), float(record[key])) for record in records if key in record]
         return Series([(step, value) for step, value in points if math.isfinite(value)])
 
     @cached_property
     def validation_keys(self) -> list[str]:
         return list(dict.fromkeys(key for record in self.records for key in validation_keys(record)))
+
+    @cached_property
+    def rewards(self) -> Series:
+        return self.series("reward/mean")
 
     @property
     def reward_range(self) -> tuple[float, float]:
@@ -122,14 +130,14 @@ class RunRecord:
     @property
     def solved_share(self) -> float:
         """The present mean reward's place within `reward_range`, from 0 to 1."""
-        (low, high), rewards = self.reward_range, self.series("reward/mean")
-        return (rewards.last - low) / (high - low) if rewards and high > low else 0.0
+        low, high = self.reward_range
+        return (self.rewards.last - low) / (high - low) if self.rewards and high > low else 0.0
 
     @property
     def gain(self) -> float:
         """The mean reward's rise since the beginning, as a share of `reward_range`."""
-        (low, high), rewards = self.reward_range, self.series("reward/mean")
-        return (rewards.last - rewards.first) / (high - low) if rewards and high > low else 0.0
+        low, high = self.reward_range
+        return (self.rewards.last - self.rewards.first) / (high - low) if self.rewards and high > low else 0.0
 
     def entropy(self) -> Series:
         """In nats per token: the exact one, which is measured on demand, or its estimate."""
@@ -148,8 +156,8 @@ class RunRecord:
 
 
 def _read(files: Mapping[int, Path], step: int) -> list[dict[str, Any]]:
-    with suppress(DataError):
-        return read_rollouts(files[step]) if step in files else []
+    with suppress(DataError, KeyError):
+        return read_rollouts(files[step])
     return []
 
 

@@ -20,7 +20,7 @@ MOST_COUNT = 10**9  # of a step or length
 MOST_NUMBER = 1e100  # sums and squares of larger ones overflow
 MOST_NAMES = 10_000
 
-_logger = logging.getLogger(__name__)
+Say = Callable[[str], None]
 
 
 def jsonable(value: Any) -> Any:
@@ -30,7 +30,7 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, float):
         if math.isfinite(value):
             return value
-        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
         return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -48,7 +48,7 @@ def dump_line(record: Mapping[str, Any]) -> str:
 class LineFile:
     """Appends from any thread. If the disk fails, lines wait in memory, and a warning says so."""
 
-    def __init__(self, path: Path, warn: Callable[[str], None] = _logger.warning) -> None:
+    def __init__(self, path: Path, warn: Say = logging.warning) -> None:
         self.path = path
         self._warn = warn
         self._waiting: list[str] = []
@@ -103,7 +103,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     may be absent, cannot be read or has too many names."""
     by_step: dict[int, dict[str, float]] = {}
     for record in read_records(path):
-        numbers = {key: NON_FINITE.get(value, value) if isinstance(value, str) else value for key, value in record.items()}
+        numbers = {key: finite_or_not(value) for key, value in record.items()}
         by_step.setdefault(record["step"], {}).update({key: value for key, value in numbers.items() if is_number(value)})
     if len({key for record in by_step.values() for key in record}) > MOST_NAMES:
         raise DataError(f"{path}: has more than {MOST_NAMES:,} metrics, which no run has")
@@ -115,6 +115,11 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     return [record for _, record in read_lines(path) if record is not None and is_count(record.get("step"))]
+
+
+def finite_or_not(value: Any) -> Any:
+    """Return the number for the text that stands for it in JSON, any other value as it is."""
+    return NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 
 def is_number(value: Any) -> TypeGuard[float]:
