@@ -68,14 +68,12 @@ def export_policy(checkpoint: Path, base: str, model: Mapping[str, Any], target:
 
 def cast(folder: Path, dtype: str) -> None:
     """Write an exported folder's weights anew in this type. Raises CheckpointError."""
-    from safetensors import safe_open
-    from safetensors.torch import save_file
+    from safetensors.torch import load_file, save_file
 
     target_dtype: torch.dtype = getattr(torch, dtype)
     with refusals(folder):
         for file in sorted(folder.rglob("*.safetensors")):
-            with safe_open(file, framework="pt") as opened:
-                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            tensors = load_file(file)
             small = {
                 name: tensor.to(target_dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()
             }
@@ -87,9 +85,8 @@ def cast(folder: Path, dtype: str) -> None:
         if config.is_file():
             config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": dtype}, indent=2, sort_keys=True) + "\n")
         if index.is_file():
-            sizes = (file.stat().st_size for file in folder.glob("*.safetensors"))
             content = json.loads(index.read_text())
-            content["metadata"]["total_size"] = sum(sizes)
+            content["metadata"]["total_size"] = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
             index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from grpo_rl.run_files import read_yaml
 from grpo_rl.telemetry.diagnosis.run_record import Finding, RunRecord, Series
+from grpo_rl.telemetry.metrics.metrics_file import Metrics
 from grpo_rl.telemetry.rollout_log import prompt_key
 from grpo_rl.telemetry.terminal.step_line import FAILURES, OVERALL
 
@@ -376,7 +377,7 @@ def reward_exploited(run: RunRecord) -> Finding | None:
     return None
 
 
-def _moments(record: Mapping[str, float], name: str) -> np.ndarray:
+def _moments(record: Metrics, name: str) -> np.ndarray:
     """Return sums over a step's prompts, [5]: number, reward, audit, and both squares."""
     means = np.array([record[f"{name}/reward"], record[name]])
     spreads = np.array([record[f"{name}/reward_std"], record[f"{name}/std"]])

@@ -15,7 +15,7 @@ from grpo_rl.config.convert import value_problem
 from grpo_rl.config.schema.fields import flat
 from grpo_rl.errors import DataError
 from grpo_rl.frozen import frozen
-from grpo_rl.telemetry.metrics.metrics_file import read_metrics
+from grpo_rl.telemetry.metrics.metrics_file import JsonObject, Records, read_metrics
 from grpo_rl.telemetry.metrics.validation import validation_keys
 from grpo_rl.telemetry.rollout_log import read_rollouts, step_files
 from grpo_rl.telemetry.rundir import run_config
@@ -69,7 +69,7 @@ class RunRecord:
     """A run as its folder shows it, finished or not; reading it starts no process and loads no torch."""
 
     config: Mapping[str, Any]  # as config.yaml, nested
-    records: Sequence[Mapping[str, float]]  # as `read_metrics` returns them
+    records: Records  # as `read_metrics` returns them
     rollout_files: Mapping[int, Path] = field(default_factory=dict)  # logged training rollouts by step
     val_files: Mapping[int, Path] = field(default_factory=dict)  # logged validation rollouts by step
 
@@ -81,13 +81,13 @@ class RunRecord:
             raise DataError(
                 f"{folder}: there is no metrics.jsonl with a step in it, and no status.json; give the folder of a run"
             )
-        config: dict[str, Any] = {}
+        config: JsonObject = {}
         with suppress(DataError):
             config = run_config(folder)
         return cls(config, records, dict(step_files(folder / "rollouts")), dict(step_files(folder / "val")))
 
     @cached_property
-    def training(self) -> Sequence[Mapping[str, float]]:
+    def training(self) -> Records:
         """Without the validation before training."""
         return [record for record in self.records if record.get("step", 0) > 0]
 
@@ -96,7 +96,7 @@ class RunRecord:
         return len(self.training)
 
     @cached_property
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> JsonObject:
         return flat(self.config)
 
     def setting(self, key: str, default: Any = None) -> Any:
@@ -144,18 +144,18 @@ class RunRecord:
         return self.series("actor/entropy") or self.series("rollout/entropy")
 
     @cached_property
-    def first_rollouts(self) -> list[dict[str, Any]]:
+    def first_rollouts(self) -> list[JsonObject]:
         return _read(self.rollout_files, min(self.rollout_files, default=0))
 
     @cached_property
-    def last_rollouts(self) -> list[dict[str, Any]]:
+    def last_rollouts(self) -> list[JsonObject]:
         return _read(self.rollout_files, max(self.rollout_files, default=0))
 
-    def validated(self, step: int) -> list[dict[str, Any]]:
+    def validated(self, step: int) -> list[JsonObject]:
         return _read(self.val_files, step)
 
 
-def _read(files: Mapping[int, Path], step: int) -> list[dict[str, Any]]:
+def _read(files: Mapping[int, Path], step: int) -> list[JsonObject]:
     with suppress(DataError, KeyError):
         return read_rollouts(files[step])
     return []

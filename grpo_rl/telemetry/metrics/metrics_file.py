@@ -8,7 +8,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -20,6 +20,9 @@ MOST_COUNT = 10**9  # of a step or length
 MOST_NUMBER = 1e100  # sums and squares of larger ones overflow
 MOST_NAMES = 10_000
 
+Metrics = Mapping[str, float]
+Records = Sequence[Metrics]
+JsonObject = dict[str, Any]
 Say = Callable[[str], None]
 
 
@@ -74,7 +77,7 @@ class LineFile:
 
 
 class MetricsFile(LineFile):
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         self.append([{"step": step, "time": round(time.time(), 3), **metrics}])
 
     def flush(self) -> None:
@@ -103,14 +106,14 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     may be absent, cannot be read or has too many names."""
     by_step: dict[int, dict[str, float]] = {}
     for record in read_records(path):
-        numbers = {key: finite_or_not(value) for key, value in record.items()}
-        by_step.setdefault(record["step"], {}).update({key: value for key, value in numbers.items() if is_number(value)})
+        numbers = ((key, finite_or_not(value)) for key, value in record.items())
+        by_step.setdefault(record["step"], {}).update((key, value) for key, value in numbers if is_number(value))
     if len({key for record in by_step.values() for key in record}) > MOST_NAMES:
         raise DataError(f"{path}: has more than {MOST_NAMES:,} metrics, which no run has")
     return [by_step[step] for step in sorted(by_step)]
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
+def read_records(path: Path) -> list[JsonObject]:
     """Return the lines with a `step`. Raises DataError if the file, which may be absent, cannot be read."""
     if not path.exists():
         return []

@@ -25,7 +25,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import ConfigError
-from grpo_rl.telemetry.metrics.metrics_file import MetricsFile, Say, jsonable
+from grpo_rl.telemetry.metrics.metrics_file import Metrics, MetricsFile, Say, jsonable
 from grpo_rl.telemetry.rollout_log import Kind, read_rollouts, step_files
 from grpo_rl.telemetry.rundir import RunDir
 
@@ -80,7 +80,7 @@ class Sinks:
         """Put metrics.jsonl, from which all else can be made again, on the disk."""
         self._file.flush()
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         for sink in self._sinks:
             sink.log(step, metrics)
 
@@ -98,7 +98,7 @@ class Sinks:
 class Tracker:
     place = ""  # the run's address, or the command that sends it there
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         raise NotImplementedError
 
     def truncate_after(self, step: int) -> None:
@@ -131,7 +131,7 @@ class Background:
         self._thread = threading.Thread(target=self._run, name=f"sink-{name}", daemon=True)
         self._thread.start()
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         self.num_unsent += 1
         named = tracker_metrics(step, metrics)
 
@@ -204,7 +204,7 @@ class _Wandb(Tracker):
         run.define_metric(STEP)
         run.define_metric("*", step_metric=STEP)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         self._run.log(dict(metrics))
 
     def table(self, step: int, file: Path, rows: int) -> None:
@@ -233,7 +233,7 @@ class _Mlflow(Tracker):
         client.log_dict(self._run_id, jsonable(config), "config.yaml")
         self.place = f"run {self._run_id} at {client.tracking_uri}"
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         now_ms = int(time.time() * 1000)
         # MLflow allows no @ in names (mean@1).
         named = {key.replace("@", "_at_"): float(value) for key, value in metrics.items()}
@@ -253,7 +253,7 @@ class TensorBoard(Tracker):
     def __init__(self, run_dir: RunDir, *_: object) -> None:
         self._writer = SummaryWriter(run_dir.tensorboard, flush_secs=10)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         for key, value in metrics.items():
             if key != STEP:
                 self._writer.add_scalar(key, value, step)
@@ -323,7 +323,7 @@ class Prometheus:
         self._thread = threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True)
         self._thread.start()
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         """Metrics of a validation stay until the next one."""
         for name, value in {**metrics, "step": step}.items():
             allowed = re.sub(r"\W", "_", f"grpo_rl_{name}", flags=re.ASCII)
@@ -340,7 +340,7 @@ class Prometheus:
         self._thread.join(CLOSE_TIMEOUT_S)
 
 
-def tracker_metrics(step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+def tracker_metrics(step: int, metrics: Metrics) -> dict[str, float]:
     """Return the metrics under the trackers' names.
 
     - `reward/mean`, `max`, `min` -> `critic/score/...`, and `critic/rewards/...`, in verl the score less the
