@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from grpo_rl.checkpoint.files import flush, refusals, whole_folder
-from grpo_rl.checkpoint.manifest import MANIFEST, verify
+from grpo_rl.checkpoint.manifest import read_manifest, verify
 from grpo_rl.checkpoint.rank_files import load_weights
 from grpo_rl.config.schema.model import POLICY_KEY, ModelConfig
 from grpo_rl.errors import CheckpointError, ConfigError, DataError
-from grpo_rl.run_files import parsed, read_bytes, read_json
+from grpo_rl.run_files import read_json
 
 MARK = "export.json"
 """Written last: the step, and the digest of the manifest of the exported checkpoint."""
@@ -24,8 +24,8 @@ MARK = "export.json"
 
 def is_exported(checkpoint: Path, folder: Path) -> bool:
     try:
-        return bool(read_json(folder / MARK)["manifest"] == _seal(checkpoint))
-    except (DataError, KeyError, TypeError):
+        return bool(read_json(folder / MARK)["manifest"] == read_manifest(checkpoint).seal)
+    except (CheckpointError, DataError, KeyError, TypeError):
         return False
 
 
@@ -61,21 +61,19 @@ def export_policy(checkpoint: Path, base: str, model: Mapping[str, Any], target:
             tensors = {name: tensor for name, tensor in policy.lm.state_dict().items() if lora.is_adapter(name)}
             lora.save_adapter(fresh / lora.FOLDER, policy.lm, policy.adapters, tensors)
         tokenizer.save_pretrained(fresh)
-        mark = {"step": int(checkpoint.name.removeprefix("step_")), "manifest": _seal(checkpoint)}
+        mark = {"step": int(checkpoint.name.removeprefix("step_")), "manifest": read_manifest(checkpoint).seal}
         (fresh / MARK).write_text(json.dumps(mark) + "\n", encoding="utf-8")
     return target
 
 
 def cast(folder: Path, dtype: str) -> None:
     """Write an exported folder's weights anew in this type. Raises CheckpointError."""
-    from safetensors import safe_open
-    from safetensors.torch import save_file
+    from safetensors.torch import load_file, save_file
 
     target_dtype: torch.dtype = getattr(torch, dtype)
     with refusals(folder):
         for file in sorted(folder.rglob("*.safetensors")):
-            with safe_open(file, framework="pt") as opened:
-                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            tensors = load_file(file)
             small = {
                 name: tensor.to(target_dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()
             }
@@ -87,9 +85,8 @@ def cast(folder: Path, dtype: str) -> None:
         if config.is_file():
             config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": dtype}, indent=2, sort_keys=True) + "\n")
         if index.is_file():
-            sizes = (file.stat().st_size for file in folder.glob("*.safetensors"))
             content = json.loads(index.read_text())
-            content["metadata"]["total_size"] = sum(sizes)
+            content["metadata"]["total_size"] = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
             index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
@@ -111,7 +108,3 @@ def try_export(base: str, model: ModelConfig, tokenizer: Any) -> None:
             f"{POLICY_KEY}={base}: the trained model could not be written: {type(error).__name__}: {error}. Mend the "
             "file that it names, or set trainer.export_at_end=false"
         ) from error
-
-
-def _seal(checkpoint: Path) -> str:
-    return str(parsed(read_bytes(checkpoint / MANIFEST).decode())["sha256"])

@@ -33,18 +33,17 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> Entry:
     """Write a new file, on the disk when this returns; the entry is of what was to be written."""
     _point("open", path)
     digest, size = hashlib.sha256(), 0
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
-        for piece in _cut(pieces):
-            digest.update(piece)
-            size += len(piece)
-            _point("write", path)
-            while piece:
-                piece = piece[os.write(descriptor, piece) :]
+    with path.open("xb", buffering=0) as file:
+        for whole in (memoryview(piece).cast("B") for piece in pieces):
+            for start in range(0, len(whole), _PIECE_BYTES):
+                piece = whole[start : start + _PIECE_BYTES]
+                digest.update(piece)
+                size += len(piece)
+                _point("write", path)
+                while piece:
+                    piece = piece[file.write(piece) :]
         _point("fsync", path)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        os.fsync(file.fileno())
     return size, digest.hexdigest()
 
 
@@ -80,7 +79,7 @@ def entry_of(path: Path) -> Entry:
     """OSError for anything but a regular file: a device or pipe is never opened."""
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
-        raise OSError(f"{path.name} is not a regular file")
+        raise OSError(f"{path.name} is a link or no regular file")
     with path.open("rb", buffering=0) as file:
         return status.st_size, hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -105,6 +104,13 @@ def free_bytes(folder: Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
+
+
+def make_room(folder: Path, needed: int) -> None:
+    """Make the folder, if need be. Raises OSError if fewer than `needed` bytes are free in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if free_bytes(folder) < needed:
+        raise OSError(errno.ENOSPC, "No space left on device (nothing was written)")
 
 
 def not_written(target: Path, error: OSError, needed: int) -> CheckpointError:
@@ -133,9 +139,7 @@ def refusals(target: Path, needed: int = 0) -> Iterator[None]:
 def whole_folder(target: Path, needed: int = 0) -> Iterator[Path]:
     """Yield a new folder, which replaces `target` when its files are on the disk. Raises CheckpointError."""
     with refusals(target, needed):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if free_bytes(target.parent) < needed:
-            raise OSError(errno.ENOSPC, "No space left on device (nothing was written)")
+        make_room(target.parent, needed)
         scratch = tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent, ignore_cleanup_errors=True)
         with scratch as place:
             fresh = Path(place) / target.name
@@ -151,13 +155,6 @@ def whole_folder(target: Path, needed: int = 0) -> Iterator[Path]:
                 rename(target, Path(place) / "replaced")
             rename(fresh, target)
             flush(target.parent)
-
-
-def _cut(pieces: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
-    for piece in pieces:
-        view = memoryview(piece).cast("B")
-        for start in range(0, len(view), _PIECE_BYTES):
-            yield view[start : start + _PIECE_BYTES]
 
 
 def _point(call: str, path: Path) -> None:

@@ -9,7 +9,8 @@ import hashlib
 import json
 import re
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -48,6 +49,7 @@ class Checkpoint:
 class Manifest:
     step: int
     files: Files
+    seal: str
 
 
 def step_of(name: str) -> int | None:
@@ -73,7 +75,7 @@ def read_manifest(folder: Path) -> Manifest:
         if seal != _seal(content):
             raise ValueError("it is not as it was written")
         entries: Files = {name: (int(size), str(digest)) for name, (size, digest) in content["files"].items()}
-        return Manifest(int(content["step"]), entries)
+        return Manifest(int(content["step"]), entries, seal)
     except (DataError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{folder} is not a checkpoint: its {MANIFEST} cannot be read ({_reason(error)})") from error
 
@@ -85,16 +87,17 @@ def verify(folder: Path) -> Checkpoint:
     cannot be used. Nothing outside the folder is read, whatever the manifest names.
     """
     manifest = read_manifest(folder)
-    named = step_of(folder.name)
-    if named is not None and named != manifest.step:
+    if step_of(folder.name) not in (None, manifest.step):
         raise CheckpointError(f"{folder} is the checkpoint of step {manifest.step} under another name")
+    # A name that leads out, or through a link, is none of those that are in the folder.
+    present = dict(files.walk(folder))
     for name, entry in manifest.files.items():
-        path = _inside(folder, name)
+        path = folder / name
         try:
-            if path.stat().st_size != entry[0] or entry_of(path) != entry:
+            if name not in present:
+                raise CheckpointError(f"{folder}: {name} is missing in it")
+            if path.lstat().st_size != entry[0] or entry_of(path) != entry:
                 raise CheckpointError(f"{folder}: {name} is not the file that was written (size or SHA-256 differs)")
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{folder}: {name} is missing") from error
         except OSError as error:
             raise CheckpointError(f"{folder}: {name} cannot be read: {_reason(error)}") from error
     extra = unknown_files(folder, manifest)
@@ -123,32 +126,28 @@ def unknown_files(folder: Path, manifest: Manifest) -> list[str]:
     return [name for name, is_folder in files.walk(folder) if name not in (folders if is_folder else known)]
 
 
-def _inside(folder: Path, name: str) -> Path:
-    """Raises CheckpointError if the name of a file, or a link on the way, leads out."""
-    parts = name.split("/")
-    if "\0" in name or "\\" in name or any(part in ("", ".", "..") for part in parts):
-        raise CheckpointError(f"{folder}: the manifest names {name!r}, which is outside the folder")
-    path = folder
-    for part in parts:
-        path = path / part
-        if path.is_symlink():
-            raise CheckpointError(f"{folder}: {name!r} is a link, which is outside the folder")
-    return path
-
-
-def _read_object(folder: Path, name: str) -> dict[str, Any]:
+@contextmanager
+def _usable(folder: Path, name: str) -> Iterator[None]:
+    """Make a CheckpointError of whatever keeps a file from being used."""
     try:
-        content = json.loads(read_bytes(folder / name, _MOST_JSON_BYTES).decode("utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError(f"it holds a {type(content).__name__} where an object belongs")
-        return content
+        yield
+    except SafetensorError as error:
+        raise CheckpointError(f"{folder}: {name} cannot be used: it is no safetensors file ({error})") from error
     # UnicodeDecodeError and JSONDecodeError are ValueErrors; nesting without end is a RecursionError.
-    except (DataError, ValueError, RecursionError) as error:
-        reason = "its nesting is too deep" if isinstance(error, RecursionError) else str(error)
+    except (DataError, OSError, ValueError, RecursionError) as error:
+        reason = "its nesting is too deep" if isinstance(error, RecursionError) else error
         raise CheckpointError(f"{folder}: {name} cannot be used: {reason}") from error
 
 
-def _check_ranks(folder: Path, found: Collection[str]) -> None:
+def _read_object(folder: Path, name: str) -> dict[str, Any]:
+    with _usable(folder, name):
+        content = json.loads(read_bytes(folder / name, _MOST_JSON_BYTES).decode("utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds a {type(content).__name__} where an object belongs")
+    return content
+
+
+def _check_ranks(folder: Path, present: Set[str]) -> None:
     if not (folder / TRAINING).is_file():
         raise CheckpointError(f"{folder}: {TRAINING} is missing")
     training = _read_object(folder, TRAINING)
@@ -158,27 +157,24 @@ def _check_ranks(folder: Path, found: Collection[str]) -> None:
     kinds = ("weights",) if training.get("frozen") else ("weights", "optimizer", "rng")
     world_size = training["world_size"]
     # A number of ranks that is far too large is not counted to its end.
-    expected = {f"{kind}_rank{rank}.safetensors" for kind in kinds for rank in range(min(world_size, len(found) + 1))}
-    if missing := expected - set(found):
+    expected = {f"{kind}_rank{rank}.safetensors" for kind in kinds for rank in range(min(world_size, len(present) + 1))}
+    if missing := expected - present:
         raise CheckpointError(f"{folder}: {min(missing)} is missing: {world_size} ranks wrote the checkpoint")
-    if extra := set(found) - expected:
+    if extra := present - expected:
         raise CheckpointError(f"{folder}: {min(extra)} is of a rank beyond the {world_size} that wrote it")
 
 
 def _check_tensors(folder: Path, name: str) -> None:
     """Raise CheckpointError if a file is not in the safetensors format, or a value is not finite."""
-    try:
-        with safe_open(folder / name, framework="pt") as file:
-            layout = json.loads((file.metadata() or {}).get("layout", "null"))
-            keys = list(file.keys())
-            if not isinstance(layout, dict) or sorted(layout) != sorted(keys):
-                raise CheckpointError(f"{folder}: {name} cannot be used: its layout does not list its tensors")
-            for key in keys:
-                tensor = file.get_tensor(key)
-                if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-                    raise CheckpointError(f"{folder}: {name} cannot be used: {key} has values that are not finite")
-    except (SafetensorError, OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{folder}: {name} cannot be used: it is no safetensors file ({error})") from error
+    with _usable(folder, name), safe_open(folder / name, framework="pt") as file:
+        layout = json.loads((file.metadata() or {}).get("layout", "null"))
+        keys = sorted(file.keys())
+        if not isinstance(layout, dict) or sorted(layout) != keys:
+            raise ValueError("its layout does not list its tensors")
+        for key in keys:
+            tensor = file.get_tensor(key)
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                raise ValueError(f"{key} has values that are not finite")
 
 
 def _seal(content: dict[str, Any]) -> str:

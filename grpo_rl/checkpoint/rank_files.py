@@ -44,22 +44,14 @@ Training = tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]
 class RankFiles:
     """Saves and loads a trained rank, or without an optimizer a frozen one. Nothing here is a collective."""
 
-    def __init__(
-        self,
-        policy: PackedModel,
-        optimizer: torch.optim.Optimizer | None,
-        scheduler: torch.optim.lr_scheduler.LambdaLR | None,
-        rank: int,
-        patience_s: float,
-    ) -> None:
+    def __init__(self, policy: PackedModel, training: Training | None, rank: int, patience_s: float) -> None:
         """`patience_s` bounds waits of a save for an earlier thread, and of an optimizer step for a copy."""
-        self.policy, self.rank, self.patience_s = policy, rank, patience_s
-        self.training = None if optimizer is None or scheduler is None else (optimizer, scheduler)
+        self.policy, self.training, self.rank, self.patience_s = policy, training, rank, patience_s
         self._memory = HostMemory()
         self._copied = threading.Event()
         self._copied.set()
-        if optimizer is not None:
-            optimizer.register_step_pre_hook(self.wait_for_copy)
+        if training is not None:
+            training[0].register_step_pre_hook(self.wait_for_copy)
         self._saving: Future[Files] | None = None
 
     def save(self, folder: Path, *, background: bool = False, texts: Mapping[str, str] | None = None) -> None:
@@ -99,7 +91,7 @@ class RankFiles:
     def num_bytes(self) -> int:
         """Return about how many bytes `save` writes: weights and, unless frozen, AdamW's two moments."""
         written = [p for p in kept_parameters(self.policy).values() if is_first_replica(p)]
-        return sum((1 if self.training is None else 3) * local_of(p).numel() * p.element_size() for p in written)
+        return (1 if self.training is None else 3) * sum(local_of(p).nbytes for p in written)
 
     def load(self, folder: Path) -> None:
         """With another number of ranks, random states start anew. Raises CheckpointError if shapes differ."""
@@ -195,13 +187,11 @@ def take(policy: nn.Module, training: Training | None, rank: int) -> Share:
 
 
 def copied(share: Share, memory: HostMemory) -> Share:
-    return Share(
-        {
-            kind: {name: replace(part, tensor=memory.keep((kind, name), part.tensor)) for name, part in parts.items()}
-            for kind, parts in share.parts.items()
-        },
-        share.noted,
-    )
+    parts = {
+        kind: {name: replace(part, tensor=memory.keep((kind, name), part.tensor)) for name, part in parts.items()}
+        for kind, parts in share.parts.items()
+    }
+    return replace(share, parts=parts)
 
 
 @torch.no_grad()
@@ -236,7 +226,7 @@ def _load_optimizer(shards: Shards, policy: nn.Module, optimizer: torch.optim.Op
     names = {parameter: name for name, parameter in policy.named_parameters()}
     state: dict[int, dict[str, Any]] = {}
     for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        stored = {key: f"{key}:{names[parameter]}" for key in _MOMENTS if f"{key}:{names[parameter]}" in shards.shapes}
+        stored = {key: name for key in _MOMENTS if (name := f"{key}:{names[parameter]}") in shards.shapes}
         if stored:
             state[index] = {key: _moment(shards, name, parameter) for key, name in stored.items()}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
@@ -255,9 +245,8 @@ def _keep(into: dict[str, Part], name: str, tensor: Any, rank: int) -> None:
     """Of replicas the first writes; what every rank has as a whole is rank 0's to write."""
     if (not isinstance(tensor, DTensor) and rank != 0) or not is_first_replica(tensor):
         return
-    rows = local_of(tensor).detach()
     start = rows_of(tensor)[0] if tensor.dim() else 0
-    into[name] = Part(rows, start, tuple(tensor.shape))
+    into[name] = Part(local_of(tensor).detach(), start, tuple(tensor.shape))
 
 
 def _adapters_of(policy: nn.Module) -> Adapters | None:
@@ -267,16 +256,16 @@ def _adapters_of(policy: nn.Module) -> Adapters | None:
 def _check_adapters(folder: Path, stored: dict[str, Any] | None, adapters: Adapters | None) -> None:
     ways_out = "or start anew with trainer.resume_mode=disable or another trainer.experiment_name"
     key = "actor_rollout_ref.model.lora_rank"
-    if adapters is None and stored is not None:
+    if adapters is not None and stored is not None:
+        adapters.check_fits(folder, stored)
+    elif stored is not None:
         raise CheckpointError(
             f"{folder} has LoRA adapters and no whole model, and this run trains all weights: set {key}={stored.get('rank')}, {ways_out}"
         )
-    if adapters is not None and stored is None:
+    elif adapters is not None:
         raise CheckpointError(
             f"{folder} has a whole model and no LoRA adapters, and this run trains adapters ({key}={adapters.rank}): set {key}=0, {ways_out}"
         )
-    if adapters is not None and stored is not None:
-        adapters.check_fits(folder, stored)
 
 
 def _check_names(folder: Path, stored: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
@@ -293,5 +282,4 @@ def _set_schedule(scheduler: torch.optim.lr_scheduler.LambdaLR, num_steps: int) 
     rates = [base * factor(num_steps) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    position = {"last_epoch": num_steps, "_step_count": num_steps + 1, "_last_lr": rates}
-    scheduler.load_state_dict(position | {"lr_lambdas": [None] * len(rates)})
+    scheduler.last_epoch, scheduler._last_lr = num_steps, rates

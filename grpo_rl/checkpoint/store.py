@@ -51,10 +51,8 @@ class CheckpointStore:
         """Raises CheckpointError, with nothing written, if fewer than the `needed` bytes are free."""
         draft = Draft(self, step, self.folder / _temporary("writing", f"step_{step}"), needed, json.dumps(state).encode())
         with self.writing(draft):
-            self.folder.mkdir(parents=True, exist_ok=True)
             self._tidy()
-            if files.free_bytes(self.folder) < needed:
-                raise OSError(28, "No space left on device (nothing was written)")
+            files.make_room(self.folder, needed)
             files.make_folder(draft.folder)
             fault_point("ckpt.before_write")
         return draft
@@ -151,20 +149,17 @@ class CheckpointStore:
 
     @staticmethod
     def _entries(draft: Draft, written: Files) -> Files:
-        entries = dict(written)
-        present = list(files.walk(draft.folder))
-        for name, is_folder in present:
+        entries, present = dict(written), dict(files.walk(draft.folder))
+        for name, is_folder in present.items():
             path = draft.folder / name
-            if is_folder:
+            if name not in written:
                 files.flush(path)
-            elif name not in entries:
-                files.flush(path)
-                entries[name] = files.entry_of(path)
-            elif path.lstat().st_size != entries[name][0]:
-                raise OSError(5, f"{name} has {path.lstat().st_size} bytes, {entries[name][0]} were written")
-        missing = sorted(entries.keys() - {name for name, _ in present})
-        if missing:
-            raise OSError(5, f"{missing[0]} was written and is not there")
+                if not is_folder:
+                    entries[name] = files.entry_of(path)
+            elif (size := path.lstat().st_size) != written[name][0]:
+                raise OSError(5, f"{name} has {size} bytes, {written[name][0]} were written")
+        if missing := written.keys() - present.keys():
+            raise OSError(5, f"{min(missing)} was written and is not there")
         return entries
 
     def _is_ours(self, folder: Path) -> bool:
@@ -181,7 +176,7 @@ class CheckpointStore:
 
     def _tidy(self) -> None:
         """Undo what a process that died while saving left half done."""
-        for path in sorted(self.folder.iterdir()) if self.folder.is_dir() else ():
+        for path in sorted(self.folder.glob(".*")):
             match = _OURS.fullmatch(path.name)
             if match is None or path.is_symlink() or not path.is_dir():
                 continue

@@ -48,7 +48,7 @@ def write_parts(path: Path, parts: Mapping[str, Part]) -> Entry:
     position = 0
     for name in names:
         tensor = parts[name].tensor
-        end = position + tensor.numel() * tensor.element_size()
+        end = position + tensor.nbytes
         header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [position, end]}
         position = end
     return write_file(path, _pieces(header, [parts[name].tensor for name in names]))
@@ -118,7 +118,7 @@ class HostMemory:
         """Replaces the key's last copy. A copy from a GPU is complete when its present stream's work is."""
         if not tensor.numel():  # a rank that has no rows of it
             return torch.empty_like(tensor, device="cpu")
-        size = tensor.numel() * tensor.element_size()
+        size = tensor.nbytes
         place = self._kept.get(key)
         if place is None or len(place) != size:
             # Page-locking takes a call of the driver, so many tensors share one block.

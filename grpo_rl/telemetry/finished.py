@@ -41,16 +41,11 @@ def nothing_left(run: Path, total: int, config: Mapping[str, Any], *, exports: b
     models = [folder for folder in (run_dir.model, run_dir.reward_model) if (folder / "config.json").is_file()]
     if step < total or (exports and not models):
         return None
-    changed = contents_changed(run, config)
+    changed = "\n  the files of your functions or models have changed since: the run was trained with what they were"
     return (
         f"step {step} of {total} is done in {run}: nothing is left to train{''.join(f'; {folder}' for folder in models)}\n"
         "  longer: trainer.total_training_steps; a new run: another trainer.experiment_name, or trainer.resume_mode=disable, "
-        "which moves what is there to earlier/"
-        + (
-            "\n  the files of your functions or models have changed since: the run was trained with what they were"
-            if changed
-            else ""
-        )
+        f"which moves what is there to earlier/{changed if contents_changed(run, config) else ''}"
     )
 
 
@@ -79,7 +74,7 @@ def set_aside_after(run_dir: RunDir, step: int) -> Path | None:
             model.rename(aside / model.name)
     for folder in (run_dir.rollouts, run_dir.val):
         (aside / folder.name).mkdir()
-        for other, file in list(step_files(folder)):
+        for other, file in step_files(folder):
             if other > step:
                 file.rename(aside / folder.name / file.name)
     return aside

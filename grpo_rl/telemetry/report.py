@@ -16,7 +16,7 @@ import numpy as np
 from grpo_rl.telemetry.diagnosis.diagnose import as_text, diagnose
 from grpo_rl.telemetry.diagnosis.run_record import RunRecord
 from grpo_rl.telemetry.metrics.grades import grades
-from grpo_rl.telemetry.metrics.metrics_file import read_metrics
+from grpo_rl.telemetry.metrics.metrics_file import JsonObject, Records, read_metrics
 from grpo_rl.telemetry.metrics.validation import results, shown_keys, validation_name
 from grpo_rl.telemetry.rollout_log import prompt_key, read_rollouts, step_files
 from grpo_rl.telemetry.rundir import RunDir
@@ -28,34 +28,29 @@ if TYPE_CHECKING:
 
 _WIDTH = 100
 _TEXT_LIMIT = 400
+NUM_SAMPLES = 4
 
 
-def final_report(run_dir: RunDir, seconds: float | None = None, num_samples: int = 4) -> str:
-    text = report_text(run_dir, seconds, num_samples)
+def final_report(run_dir: RunDir, seconds: float | None = None) -> str:
+    text = report_text(run_dir, seconds)
     run_dir.report_file.write_text(text, encoding="utf-8", errors="backslashreplace")
     return text
 
 
-def report_text(run_dir: RunDir, seconds: float | None = None, num_samples: int = 4) -> str:
+def report_text(run_dir: RunDir, seconds: float | None = None) -> str:
     """Return the report of a run so far, safe to print."""
     records = read_metrics(run_dir.metrics_file)
     health = ""
     if any(record["step"] > 0 for record in records):
         diagnosis = as_text(diagnose(RunRecord.of_folder(run_dir.path)), brief=True)
         health = f"Health\n{diagnosis}\n  more: python -m grpo_rl doctor {run_dir.path}"
-    sections = [
-        _before_after(records),
-        health,
-        _graded(records),
-        _samples(run_dir, num_samples),
-        _written(run_dir),
-    ]
+    sections = [_before_after(records), health, _graded(records), _samples(run_dir), _written(run_dir)]
     if seconds is not None:
         sections.append(f"Finished in {duration(seconds)}.")
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def _before_after(records: Sequence[dict[str, float]]) -> str:
+def _before_after(records: Records) -> str:
     rows = [
         f"  {safe_text(name, limit=54):<54}"
         + (f" {number(old, 9)} {number(new, 9)} {_signed(new - old)}" if first != last else f" {number(new, 19)}")
@@ -68,7 +63,7 @@ def _signed(change: float) -> str:
     return ("+" * (change >= 0) + number(change, 8).strip()).rjust(9)
 
 
-def _graded(records: Sequence[dict[str, float]]) -> str:
+def _graded(records: Records) -> str:
     """Return predictions of the plan beside measurements."""
     rows = [
         f"  {name:<44} {number(predicted, 9)} {number(measured, 9)}{predicted / measured - 1:>+10.0%}"
@@ -77,14 +72,14 @@ def _graded(records: Sequence[dict[str, float]]) -> str:
     return "\n".join([f"{'A step by the plan':<46}{'predicted':>10}{'measured':>10}{'error':>10}", *rows] if rows else [])
 
 
-def _samples(run_dir: RunDir, num_samples: int) -> str:
+def _samples(run_dir: RunDir) -> str:
     files = step_files(run_dir.val)
     if not files:
         return ""
     (first_step, first_file), (last_step, last_file) = files[0], files[-1]
     first, last = _by_prompt(read_rollouts(first_file)), _by_prompt(read_rollouts(last_file))
     prompts = [prompt for prompt in first if prompt in last]
-    chosen = random.Random(0).sample(prompts, min(num_samples, len(prompts)))
+    chosen = random.Random(0).sample(prompts, min(NUM_SAMPLES, len(prompts)))
     if not chosen:
         return ""
     states = [("before", first), ("after", last)] if first_step != last_step else [("answer", last)]
@@ -101,25 +96,19 @@ def _samples(run_dir: RunDir, num_samples: int) -> str:
     return "\n".join(lines)
 
 
-def _by_prompt(records: Sequence[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
+def _by_prompt(records: Sequence[JsonObject]) -> dict[tuple[str, str], JsonObject]:
     return {prompt_key(record): record for record in records if record.get("sample") == 0}
 
 
-def _reward(record: dict[str, Any]) -> str:
+def _reward(record: JsonObject) -> str:
     reward = record.get("reward")
     return f"{reward:g}" if isinstance(reward, int | float) else str(reward)
 
 
 def _labelled(label: str, text: str, prefix: str = "") -> list[str]:
-    body = prefix + safe_text(text, limit=_TEXT_LIMIT)
-    return textwrap.wrap(
-        body,
-        width=_WIDTH,
-        initial_indent=f"  {label:<8}",
-        subsequent_indent=" " * 10,
-        drop_whitespace=False,
-        replace_whitespace=False,
-    ) or [f"  {label:<8}"]
+    body, indent = prefix + safe_text(text, limit=_TEXT_LIMIT), f"  {label:<8}"
+    wrapper = textwrap.TextWrapper(_WIDTH, indent, " " * 10, drop_whitespace=False, replace_whitespace=False)
+    return wrapper.wrap(body) or [indent]
 
 
 def _written(run_dir: RunDir) -> str:
@@ -127,8 +116,6 @@ def _written(run_dir: RunDir) -> str:
     lines = [f"  {name:<15}{path}" for name, path in [*places, ("this report", run_dir.report_file)]]
     return "\n".join([f"Written to {run_dir.path}", *lines])
 
-
-Records = Sequence[dict[str, float]]
 
 STYLE: dict[Any, Any] = {
     "text.parse_math": False,  # names of runs and data sources may hold a $
@@ -190,11 +177,8 @@ def curves_figure(name: str, records: Records, keys: Sequence[str] = ()) -> Figu
 def _panels(records: Records) -> list[tuple[str, list[str]]]:
     measured = {key for record in records for key, value in record.items() if math.isfinite(value)}
     validation = shown_keys(records)
-    panels: list[tuple[str, list[str]]]
     if measured & {"train/loss", "val/loss"}:
-        panels = [("Loss", ["train/loss", "val/loss"])] + (
-            [("Answers to validation prompts", validation)] if validation else []
-        )
+        panels = [("Loss", ["train/loss", "val/loss"]), ("Answers to validation prompts", validation)]
     else:
         # If the reward is a model's opinion, that of the rules, which validation has.
         reward = "reward/by-rule" if "reward/by-rule" in measured else "reward/mean"
@@ -207,7 +191,8 @@ def _panels(records: Records) -> list[tuple[str, list[str]]]:
         return len({record[key] for record in records if key in record}) == 1
 
     titled = sorted((key for key in TITLES if key in measured), key=is_constant)
-    return [*panels, *((TITLES[key], [key]) for key in titled)][:MOST_PANELS]
+    panels += [(TITLES[key], [key]) for key in titled]
+    return [(title, keys) for title, keys in panels if keys][:MOST_PANELS]
 
 
 def _draw(axes: Axes, title: str, records: Records, keys: Sequence[str]) -> None:
@@ -217,29 +202,31 @@ def _draw(axes: Axes, title: str, records: Records, keys: Sequence[str]) -> None
     axes.set_title(title)
     colours = (f"C{number}" for number in itertools.count(1))
     for key in keys:
-        points = [(record["step"], record[key]) for record in records if key in record and math.isfinite(record[key])]
-        steps, values = [step for step, _ in points], [value for _, value in points]
-        label = safe_text(validation_name(key) if key.startswith("val/") else key, limit=60)
-        if values and key.startswith("val/"):
-            dashes = "--" if key.endswith("/reward") else "-"
+        points = [(record["step"], record[key]) for record in records if math.isfinite(record.get(key, math.nan))]
+        if not points:
+            continue
+        steps, values = zip(*points, strict=True)
+        if key.startswith("val/"):
+            dashes, label = "--" if key.endswith("/reward") else "-", safe_text(validation_name(key), limit=60)
             axes.plot(steps, values, dashes, color=next(colours), linewidth=1.6, marker="o", markersize=4, label=label)
-        elif values and key.startswith("audit/"):
-            axes.plot(steps, smooth(values), ":", color=next(colours), linewidth=2, label=label)
-        elif values:
+            continue
+        is_audit = key.startswith("audit/")
+        if not is_audit:
             axes.plot(steps, values, color="C0", alpha=0.25, linewidth=1)
-            axes.plot(steps, smooth(values), color="C0", linewidth=2, label=label)
-    if axes.has_data():
-        # A constant is a flat line in the middle, instead of its rounding errors.
-        low, high = axes.dataLim.intervaly
-        room = LEAST_RANGE * max(abs(low), abs(high))
-        if math.isfinite(high - low) and high - low < room:
-            axes.set_ylim((low + high - room) / 2, (low + high + room) / 2)
+        colour, dashes = (next(colours), ":") if is_audit else ("C0", "-")
+        axes.plot(steps, smooth(values), dashes, color=colour, linewidth=2, label=safe_text(key, limit=60))
     axes.set_xlabel("step", loc="right")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, steps=[1, 2, 5, 10]))
     if not axes.has_data():
         axes.set_yticks([])
         axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", va="center")
-    elif len(keys) > 1:
+        return
+    # A constant is a flat line in the middle, instead of its rounding errors.
+    low, high = axes.dataLim.intervaly
+    room = LEAST_RANGE * max(abs(low), abs(high))
+    if high - low < room:
+        axes.set_ylim((low + high - room) / 2, (low + high + room) / 2)
+    if len(keys) > 1:
         axes.legend(loc="best")
 
 

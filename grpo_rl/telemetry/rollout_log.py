@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +17,7 @@ from grpo_rl.background import has_ended, in_background
 from grpo_rl.config.secrets import hide_known
 from grpo_rl.errors import DataError
 from grpo_rl.run_files import read_lines
-from grpo_rl.telemetry.metrics.metrics_file import NON_FINITE, dump_line, is_count, is_number
+from grpo_rl.telemetry.metrics.metrics_file import JsonObject, Say, dump_line, finite_or_not, is_count, is_number
 from grpo_rl.telemetry.rundir import RunDir
 
 if TYPE_CHECKING:  # types imports torch, which reading a log does not need
@@ -40,7 +40,7 @@ class RolloutLog:
         *,
         token_groups: int = 0,
         written: Callable[[Kind, int, Path], None] = lambda kind, step, path: None,
-        warn: Callable[[str], None] = lambda text: None,
+        warn: Say = logging.warning,
     ) -> None:
         self._written = written  # called by the writing thread with each whole file
         self._warn, self._is_failing = warn, False
@@ -58,31 +58,24 @@ class RolloutLog:
             raise ValueError(f"{len(rollouts)} rollouts but {len(advantages)} advantages")
         path = self._folders[kind] / f"step_{step}.jsonl"
         self._wait_until(1)
-        job = partial(self._write, [*self._jobs], kind, step, path, list(rollouts), advantages)
+        previous_jobs, rollouts = [*self._jobs], list(rollouts)
+
+        def job() -> None:
+            wait(previous_jobs)
+            try:
+                write_rollouts(path, rollouts, advantages, self._token_groups)
+            except OSError as error:
+                path.with_suffix(".tmp").unlink(missing_ok=True)
+                if not self._is_failing:
+                    why = f"{path} cannot be written: {error.strerror or error}"
+                    self._warn(f"{why}; rollouts are left out of the log while that lasts, and training goes on")
+                self._is_failing = True
+            else:
+                self._is_failing = False
+                self._written(kind, step, path)
+
         self._jobs.append(in_background("rollout-log", job))
         return path
-
-    def _write(
-        self,
-        previous_jobs: Sequence[Future[None]],
-        kind: Kind,
-        step: int,
-        path: Path,
-        rollouts: Sequence[Rollout],
-        advantages: Sequence[float | None] | None,
-    ) -> None:
-        wait(previous_jobs)
-        try:
-            write_rollouts(path, rollouts, advantages, self._token_groups)
-        except OSError as error:
-            path.with_suffix(".tmp").unlink(missing_ok=True)
-            if not self._is_failing:
-                why = f"{path} cannot be written: {error.strerror or error}"
-                self._warn(f"{why}; rollouts are left out of the log while that lasts, and training goes on")
-            self._is_failing = True
-        else:
-            self._is_failing = False
-            self._written(kind, step, path)
 
     def flush(self) -> None:
         """Wait until all is written that the disk takes. Raises any other failure."""
@@ -107,7 +100,7 @@ def write_rollouts(
     with temporary.open("wb") as file:
         for rollout, advantage in zip(rollouts, advantages or [None] * len(rollouts), strict=True):
             record = record_of(rollout, advantage)
-            tokens: dict[str, Any] = {}
+            tokens: JsonObject = {}
             if rollout.prompt.uid in uids:
                 logprobs = np.asarray(rollout.rollout_logprobs).tolist()
                 tokens = {"token_ids": rollout.response_ids, "token_logprobs": [round(value, 4) for value in logprobs]}
@@ -120,10 +113,10 @@ def write_rollouts(
     return path
 
 
-def record_of(rollout: Rollout, advantage: float | None = None) -> dict[str, Any]:
+def record_of(rollout: Rollout, advantage: float | None = None) -> JsonObject:
     logprobs = np.asarray(rollout.rollout_logprobs)
     sampled = np.concatenate([logprobs[start : start + length] for start, length in rollout.spans] or [logprobs[:0]])
-    optional: dict[str, Any] = {
+    optional: JsonObject = {
         "weight_versions": rollout.versions if len(rollout.versions) > 1 else None,
         "baseline": rollout.baseline,
         "steps": rollout.steps,
@@ -150,11 +143,11 @@ def record_of(rollout: Rollout, advantage: float | None = None) -> dict[str, Any
     } | {name: value for name, value in optional.items() if value is not None}
 
 
-def episode_record(episode: Episode) -> dict[str, Any]:
+def episode_record(episode: Episode) -> JsonObject:
     """Return an episode's conversation, with tokens and reward of each assistant turn. `spans`: start and
     length, in the response, of sampled tokens; all others are context."""
     turns = iter(episode.turns)
-    messages: list[dict[str, Any]] = []
+    messages: list[JsonObject] = []
     for message in episode.messages:
         copy = dict(message)
         if message["role"] == "assistant" and (turn := next(turns, None)) is not None:
@@ -170,7 +163,7 @@ def episode_record(episode: Episode) -> dict[str, Any]:
     }
 
 
-def read_rollouts(path: Path) -> list[dict[str, Any]]:
+def read_rollouts(path: Path) -> list[JsonObject]:
     """Raises DataError if the file cannot be read, or a field has another form than the writer's."""
     records = []
     for number, record in read_lines(path):
@@ -185,7 +178,7 @@ def read_rollouts(path: Path) -> list[dict[str, Any]]:
 
 
 def _is_number(value: Any) -> bool:
-    return is_number(NON_FINITE.get(value, value) if isinstance(value, str) else value)
+    return is_number(finite_or_not(value))
 
 
 def _are(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -225,12 +218,9 @@ def prompt_key(record: Mapping[str, Any]) -> tuple[str, str]:
 
 def step_files(folder: Path) -> list[tuple[int, Path]]:
     """Return (step, file) ascending, none if there is no such folder."""
-    files = []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        match = re.fullmatch(r"step_([0-9]{1,9})\.jsonl", path.name)
-        if match:
-            files.append((int(match[1]), path))
-    return sorted(files)
+    paths = folder.iterdir() if folder.is_dir() else ()
+    matches = ((re.fullmatch(r"step_([0-9]{1,9})\.jsonl", path.name), path) for path in paths)
+    return sorted((int(match[1]), path) for match, path in matches if match)
 
 
 def step_file(folder: Path, step: int | None) -> tuple[int, Path]:

@@ -23,6 +23,7 @@ from grpo_rl.config.schema.fields import flat, sections
 from grpo_rl.errors import ConfigError, DataError, did_you_mean
 from grpo_rl.frozen import frozen
 from grpo_rl.run_files import parsed, read_text, read_yaml
+from grpo_rl.telemetry.metrics.metrics_file import JsonObject
 
 RUNS = Path("runs")  # the default folder of runs, where names are looked for as well
 _SUBFOLDERS = ("tensorboard", "rollouts", "val", "plots", "logs", "checkpoints")
@@ -118,9 +119,7 @@ class RunDir:
         """Return `key: old -> new` against the configuration of this run's last start, or of the run
         `earlier` if it had none. To be called before `write_config`. Empty without anything to compare
         with."""
-        for folder in (self.path, earlier):
-            if folder is None:
-                continue
+        for folder in filter(None, (self.path, earlier)):
             with suppress(DataError):
                 previous = read_yaml(folder / self.config_file.name)
                 break
@@ -161,7 +160,7 @@ class RunDir:
             (self.path / name).mkdir(exist_ok=True)
 
 
-def run_config(run: Path) -> dict[str, Any]:
+def run_config(run: Path) -> JsonObject:
     """Raises DataError if config.yaml cannot be read, or a group of keys is a value."""
     config = read_yaml(run / "config.yaml")
     for section in sorted(sections()):
@@ -312,16 +311,16 @@ class RunLock:
             os.close(descriptor)
 
 
-def _myself() -> dict[str, Any]:
+def _myself() -> JsonObject:
     return {"pid": os.getpid(), "host": socket.gethostname(), "since": _STARTED}
 
 
-def _owner(descriptor: int) -> dict[str, Any]:
-    try:
+def _owner(descriptor: int) -> JsonObject:
+    with suppress(ValueError):
         owner = parsed(os.pread(descriptor, 1000, 0).decode("utf-8", errors="replace"))
-    except ValueError:
-        return {}
-    return owner if isinstance(owner, dict) else {}
+        if isinstance(owner, dict):
+            return owner
+    return {}
 
 
 def _is_alive(descriptor: int) -> bool:

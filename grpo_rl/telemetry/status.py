@@ -17,7 +17,7 @@ from grpo_rl.config.secrets import redact
 from grpo_rl.errors import DataError, Preempted, exit_code_of, headline
 from grpo_rl.processes.family import started
 from grpo_rl.run_files import read_json, write_whole
-from grpo_rl.telemetry.metrics.metrics_file import is_count, jsonable
+from grpo_rl.telemetry.metrics.metrics_file import JsonObject, is_count, jsonable
 
 FINAL_WAIT_S = 5.0
 MOST_TIME = 10**11  # Unix seconds that a date can have
@@ -27,7 +27,7 @@ class Status:
     def __init__(self, path: Path | None = None, fields: Mapping[str, Any] = MappingProxyType({})) -> None:
         """`fields`: those of an ended process."""
         self.path = path
-        self._fields: dict[str, Any] = {
+        self._fields: JsonObject = {
             "state": "running",
             "phase": "start",
             "step": 0,
@@ -42,10 +42,8 @@ class Status:
         self._changed = threading.Condition()
         self._version = self._written = 0
         self.ended_with: int | None = None  # exit code; None while the run goes on
-        self._thread: threading.Thread | None = None
         if path is not None:
-            self._thread = threading.Thread(target=self._run, name="status", daemon=True)
-            self._thread.start()
+            threading.Thread(target=self._run, name="status", daemon=True).start()
             self.update()
 
     def update(self, **fields: Any) -> None:
@@ -72,9 +70,9 @@ class Status:
     def count_restart(self, worker: str, pid: int | None) -> None:
         """Count a lost worker's restart (None), or note its new process's id. From any thread."""
         with self._changed:
-            restarts = dict(self._fields["restarts"])
-            restarts[worker] = restarts.get(worker, 0) + (pid is None)
-            self.update(restarts=restarts, workers={**self._fields.get("workers", {}), worker: pid})
+            restarts = self._fields["restarts"]
+            counted = {worker: restarts.get(worker, 0) + (pid is None)}
+            self.update(restarts=restarts | counted, workers={**self._fields.get("workers", {}), worker: pid})
 
     def end(self, error: BaseException | None = None) -> None:
         """Within FINAL_WAIT_S. The first call decides: what fails during shutdown changes nothing."""
@@ -85,12 +83,11 @@ class Status:
         if error is None:
             self.update(state="done", phase="end")
         else:
-            details = {"type": type(error).__name__, "message": headline(error), "exit_code": exit_code_of(error)}
+            details = {"type": type(error).__name__, "message": headline(error), "exit_code": self.ended_with}
             self.update(state="preempted" if isinstance(error, Preempted) else "failed", error=details)
-        if self._thread is None:
-            return
-        with self._changed:
-            self._changed.wait_for(lambda: self._written >= self._version, timeout=FINAL_WAIT_S)
+        if self.path is not None:
+            with self._changed:
+                self._changed.wait_for(lambda: self._written >= self._version, timeout=FINAL_WAIT_S)
 
     def _run(self) -> None:
         while True:
@@ -119,7 +116,7 @@ _FORMS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def read_status(folder: Path) -> dict[str, Any]:
+def read_status(folder: Path) -> JsonObject:
     """Return a run's status without malformed fields; empty if it has none."""
     with suppress(DataError):
         status = read_json(folder / "status.json")
@@ -128,7 +125,7 @@ def read_status(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def current_status(folder: Path, state: str | None = None) -> dict[str, Any]:
+def current_status(folder: Path, state: str | None = None) -> JsonObject:
     """As `read_status`, with this state, or `lost` if its process is gone."""
     status = read_status(folder)
     if state is not None or is_gone(status):

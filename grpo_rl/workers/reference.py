@@ -23,7 +23,7 @@ class ReferenceWorker(Teaches, Saves, OnDevice):
         self.share_prompts = specs[0].share_prompts
         self.policies = [build_policy(spec, rank, self.device) for spec in specs]
         self.work = ModelWork(*self.policies)
-        self.files = RankFiles(self.policies[0], None, None, rank.rank, rank.patience_s)
+        self.files = RankFiles(self.policies[0], None, rank.rank, rank.patience_s)
         in_host = specs[0].in_host_memory
         self.memories = [
             DeviceMemory(policy, self.device, param_offload=offload, in_host_memory=in_host) for policy in self.policies

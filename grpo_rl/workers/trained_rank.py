@@ -62,7 +62,7 @@ class TrainedRank(PerToken, Saves, ABC, Generic[S, M]):
         self.work = ModelWork(self.model)
         self.optimizer = make_optimizer(self.model, spec.optim)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lr_factor(spec.optim, spec.total_optimizer_steps))
-        self.files = RankFiles(self.model, self.optimizer, self.scheduler, rank.rank, rank.patience_s)
+        self.files = RankFiles(self.model, (self.optimizer, self.scheduler), rank.rank, rank.patience_s)
         offload = spec.param_offload, spec.optimizer_offload, spec.in_host_memory
         self.memory = DeviceMemory(self.model, self.device, self.optimizer, *offload)
         self.memories = [self.memory]

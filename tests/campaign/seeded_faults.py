@@ -418,8 +418,8 @@ FAULTS: list[Fault] = [
     _F(
         "skipped fsync",
         "checkpoint/files.py",
-        '        _point("fsync", path)\n        os.fsync(descriptor)\n    finally:\n        os.close(descriptor)\n    return size',
-        "    finally:\n        os.close(descriptor)\n    return size",
+        '        _point("fsync", path)\n        os.fsync(file.fileno())\n    return size',
+        "    return size",
         "unit/checkpoint faults/test_checkpoints.py",
     ),
     _F(
@@ -432,8 +432,8 @@ FAULTS: list[Fault] = [
     _F(
         "digest not compared",
         "checkpoint/manifest.py",
-        "path.stat().st_size != entry[0] or entry_of(path) != entry",
-        "path.stat().st_size != entry[0]",
+        "path.lstat().st_size != entry[0] or entry_of(path) != entry",
+        "path.lstat().st_size != entry[0]",
         "unit/checkpoint faults/test_checkpoints.py",
     ),
     _F(
@@ -446,7 +446,7 @@ FAULTS: list[Fault] = [
     _F(
         "copied too late",
         "checkpoint/rank_files.py",
-        "            optimizer.register_step_pre_hook(self.wait_for_copy)",
+        "            training[0].register_step_pre_hook(self.wait_for_copy)",
         "            pass",
         "unit/checkpoint integration/test_policy_checkpoint.py",
     ),

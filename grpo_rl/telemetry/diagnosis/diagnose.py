@@ -10,6 +10,7 @@ from typing import Any
 from grpo_rl.frozen import frozen
 from grpo_rl.telemetry.diagnosis.rules import RULES
 from grpo_rl.telemetry.diagnosis.run_record import Finding, RunRecord
+from grpo_rl.telemetry.metrics.metrics_file import Metrics
 from grpo_rl.telemetry.terminal.text import safe_text
 
 ALARM = "alarm/"  # this metric with its name is 1 in the step in which an illness is first seen
@@ -68,7 +69,7 @@ def as_text(diagnosis: Diagnosis, *, brief: bool = False) -> str:
 class Alarms:
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
-        self._records: deque[Mapping[str, float]] = deque(maxlen=REMEMBERED)
+        self._records: deque[Metrics] = deque(maxlen=REMEMBERED)
         self._said: set[str] = set()
 
     def resume(self, records: list[dict[str, float]]) -> None:
@@ -76,7 +77,7 @@ class Alarms:
             self._records.append(record)
             self._said |= {key.removeprefix(ALARM) for key in record if key.startswith(ALARM)}
 
-    def see(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
+    def see(self, step: int, metrics: Metrics) -> list[Finding]:
         self._records.append({"step": step, **metrics})
         findings = diagnose(RunRecord(self._config, list(self._records))).findings
         new = [finding for finding in findings if finding.name not in self._said]

@@ -7,6 +7,7 @@ import math
 import statistics
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from operator import eq, ge, gt, le, lt
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 
 from grpo_rl.run_files import read_yaml
 from grpo_rl.telemetry.diagnosis.run_record import Finding, RunRecord, Series
+from grpo_rl.telemetry.metrics.metrics_file import Metrics
 from grpo_rl.telemetry.rollout_log import prompt_key
 from grpo_rl.telemetry.terminal.step_line import FAILURES, OVERALL
 
@@ -62,7 +64,7 @@ def nonfinite(run: RunRecord) -> Finding | None:
 
 
 def tool_fails(run: RunRecord) -> Finding | None:
-    for key in sorted({key for record in run.training for key in record if key.startswith("episode/tool_errors/")}):
+    for key in sorted(run.keys("episode/tool_errors/")):
         name = key.removeprefix("episode/tool_errors/")
         calls, errors = run.series(f"episode/tool_calls/{name}"), run.series(key)
         if len(errors) >= 2 and calls.values == errors.values:
@@ -75,7 +77,7 @@ def nothing_trained(run: RunRecord) -> Finding | None:
     trained = run.series("rollout/trained_token_fraction")
     if not trained or trained.now > 0:
         return None
-    step, masked = trained.since(lambda value: value == 0), (run.series("rollout/masked_fraction").values or [0.0])[-1]
+    step, masked = trained.since(eq, 0), (run.series("rollout/masked_fraction").values or [0.0])[-1]
     evidence = f"rollout/trained_token_fraction is 0 since step {step}; {masked:.0%} of the responses were cut off and left out"
     return finding("nothing_trained", step, evidence)
 
@@ -85,7 +87,7 @@ def learning_rate_zero(run: RunRecord) -> Finding | None:
     rates = run.series("actor/lr")
     if len(rates) < 3 or max(rates.values[-3:]) > LOST_IN_ROUNDING:
         return None
-    step, end = rates.since(lambda value: value <= LOST_IN_ROUNDING), rates.points[-1][0]
+    step, end = rates.since(le, LOST_IN_ROUNDING), rates.points[-1][0]
     if step == end - 2 and len(rates) > 3:
         return None  # the end of a decay
     return finding("learning_rate_zero", step, f"actor/lr is at most {max(rates.values[-3:]):.2g} from step {step} to {end}")
@@ -93,7 +95,7 @@ def learning_rate_zero(run: RunRecord) -> Finding | None:
 
 def learning_rate_too_high(run: RunRecord) -> Finding | None:
     """Find single batches that move the policy too far without a gain in reward."""
-    rewards, kl, rates = run.series("reward/mean"), run.series("actor/kl_loss"), run.series("actor/lr")
+    rewards, kl, rates = run.rewards, run.series("actor/kl_loss"), run.series("actor/lr")
     # Stale tokens are several updates away from the policy, each of which may be small.
     is_stale = max(run.series("staleness/max").values, default=0.0) > 1
     moves = [] if is_stale else [(step, abs(value)) for step, value in run.series("actor/ppo_kl").points]
@@ -125,7 +127,7 @@ def kl_runaway(run: RunRecord) -> Finding | None:
     kl = run.series("actor/kl_loss") or run.series("actor/reward_kl_penalty")
     if len(kl) < 5 or kl.last < KL_FAR or kl.last < 3 * kl.first:
         return None
-    step = kl.since(lambda value: value >= KL_FAR)
+    step = kl.since(ge, KL_FAR)
     evidence = f"KL in nats per token {kl.ends()}; above {KL_FAR:g} since step {step}"
     return finding("kl_runaway", step, evidence, coef=run.setting("actor_rollout_ref.actor.kl_loss_coef"))
 
@@ -146,7 +148,7 @@ def prompts_cut(run: RunRecord) -> Finding | None:
 
 def entropy_collapse(run: RunRecord) -> Finding | None:
     """Find a policy that has stopped exploring before the task is solved."""
-    entropy, rewards, equal = run.entropy(), run.series("reward/mean"), run.series("advantage/zero_group_fraction")
+    entropy, rewards, equal = run.entropy(), run.rewards, run.series("advantage/zero_group_fraction")
     if len(entropy) < 5 or not rewards or run.solved_share >= 0.9 or (equal and equal.last < 0.5):
         return None
     is_stuck = equal and equal.last >= max(0.7, equal.first + 0.3) and run.gain < 0.2
@@ -155,11 +157,11 @@ def entropy_collapse(run: RunRecord) -> Finding | None:
         return None
     groups = f"; groups of equal rewards {equal.ends(2)}" if equal else ""
     evidence = f"nats per token {entropy.ends()}; reward {rewards.last:.3f} of {run.reward_range[1]:g}{groups}"
-    return finding("entropy_collapse", entropy.since(lambda value: value <= bound), evidence)
+    return finding("entropy_collapse", entropy.since(le, bound), evidence)
 
 
 def entropy_explosion(run: RunRecord) -> Finding | None:
-    entropy, rewards = run.entropy(), run.series("reward/mean")
+    entropy, rewards = run.entropy(), run.rewards
     if len(entropy) < 5 or not rewards or rewards.last > rewards.first:
         return None
     bound = 2 * entropy.first
@@ -167,7 +169,7 @@ def entropy_explosion(run: RunRecord) -> Finding | None:
         return None
     evidence = f"nats per token {entropy.ends()}; reward {rewards.ends()}"
     coeff = run.setting("actor_rollout_ref.actor.entropy_coeff")
-    return finding("entropy_explosion", entropy.since(lambda value: value >= bound), evidence, coeff=coeff)
+    return finding("entropy_explosion", entropy.since(ge, bound), evidence, coeff=coeff)
 
 
 def sampler_trainer_disagree(run: RunRecord) -> Finding | None:
@@ -179,7 +181,7 @@ def sampler_trainer_disagree(run: RunRecord) -> Finding | None:
         f"log-probs differ by {differences.last:.3f} nats per token on average ({differences.first:.3f} at first); "
         f"float32 differs by 1e-6; rollout.dtype={engine}, actor.fsdp_config.dtype={trainer}"
     )
-    since, watch = differences.since(lambda value: value >= AGREES), differences.last < DISAGREES
+    since, watch = differences.since(ge, AGREES), differences.last < DISAGREES
     return finding("sampler_trainer_disagree", since, evidence, watch=watch)
 
 
@@ -191,7 +193,7 @@ def ratio_out_of_range(run: RunRecord) -> Finding | None:
         return None
     largest = max(run.series("actor/ratio_max").values, default=float("nan"))
     evidence = f"actor/pg_clipfrac {of_all.last:.2f} of all tokens, the largest ratio {largest:.3g}"
-    since = clipped.since(lambda value: value >= MANY_CLIPPED)
+    since = clipped.since(ge, MANY_CLIPPED)
     return finding("ratio_out_of_range", since, evidence, watch=True, share=clipped.last)
 
 
@@ -199,17 +201,17 @@ def off_policy(run: RunRecord) -> Finding | None:
     staleness = run.series("staleness/mean")
     if not staleness or staleness.last <= 0:
         return None
-    signs: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
-        ("rollout_corr/rollout_is_eff_sample_size", "the effective sample size is", lambda value: value <= FEW_EFFECTIVE),
-        ("actor/pg_clipfrac", "the share of clipped tokens is", lambda value: value >= MANY_CLIPPED),
-        ("rollout/logprob_diff_mean", "log-probs of policy and sampler differ by", lambda value: value >= FAR_OFF),
+    signs: tuple[tuple[str, str, Callable[[float, float], bool], float], ...] = (
+        ("rollout_corr/rollout_is_eff_sample_size", "the effective sample size is", le, FEW_EFFECTIVE),
+        ("actor/pg_clipfrac", "the share of clipped tokens is", ge, MANY_CLIPPED),
+        ("rollout/logprob_diff_mean", "log-probs of policy and sampler differ by", ge, FAR_OFF),
     )
-    seen = [(series, words, holds) for key, words, holds in signs if (series := run.series(key)) and holds(series.last)]
-    if not seen:
-        return None
-    signs_text = "; ".join(f"{words} {series.last:.2f}" for series, words, _ in seen)
-    evidence = f"tokens are {staleness.last:.2f} versions old on average; {signs_text}"
-    return finding("off_policy", min(series.since(holds) for series, _, holds in seen), evidence, watch=True)
+    evidence, steps = [f"tokens are {staleness.last:.2f} versions old on average"], []
+    for key, words, compare, bound in signs:
+        if (series := run.series(key)) and compare(series.last, bound):
+            evidence.append(f"{words} {series.last:.2f}")
+            steps.append(series.since(compare, bound))
+    return finding("off_policy", min(steps), "; ".join(evidence), watch=True) if steps else None
 
 
 def truncation(run: RunRecord) -> Finding | None:
@@ -218,7 +220,7 @@ def truncation(run: RunRecord) -> Finding | None:
         return None
     unrewarded = max(run.series("reward/max").values, default=1.0) <= 0
     evidence = f"response_length/clip_ratio {cut.ends(2)}" + ("; no response was ever rewarded" if unrewarded else "")
-    since, limit = cut.since(lambda value: value >= MANY_CUT), run.setting("data.max_response_length")
+    since, limit = cut.since(ge, MANY_CUT), run.setting("data.max_response_length")
     return finding("truncation", since, evidence, watch=cut.last <= 0.9, share=cut.last, limit=limit)
 
 
@@ -229,19 +231,19 @@ def truncation_grows(run: RunRecord) -> Finding | None:
     if cut.last < cut.first + 0.2 or lengths.last < 1.3 * lengths.first or run.gain < 0.1:
         return None
     evidence = f"share that is cut off {cut.ends(2)}; tokens {lengths.ends(0)}; reward {rewards.ends()}"
-    since = cut.since(lambda value: value > cut.first + 0.1)
+    since = cut.since(gt, cut.first + 0.1)
     return finding("truncation_grows", since, evidence, watch=cut.last <= MANY_CUT)
 
 
 def length_without_reward(run: RunRecord) -> Finding | None:
-    lengths, rewards = run.series("response_length/mean"), run.series("reward/mean")
+    lengths, rewards = run.series("response_length/mean"), run.rewards
     if len(lengths) < 10 or len(rewards) < 10:
         return None
     bound = 1.5 * lengths.first
     if lengths.last < max(bound, lengths.first + 4) or run.gain > 0.05:
         return None
     evidence = f"tokens {lengths.ends(0)}; reward {rewards.ends()}"
-    return finding("length_without_reward", lengths.since(lambda value: value >= bound), evidence, watch=True)
+    return finding("length_without_reward", lengths.since(ge, bound), evidence, watch=True)
 
 
 def repetition(run: RunRecord) -> Finding | None:
@@ -267,21 +269,16 @@ def _repeating(rollouts: Sequence[Mapping[str, Any]]) -> float | None:
 def reward_failures(run: RunRecord) -> Finding | None:
     kinds = {kind: run.series(f"reward/{kind}") for kind in ("timeouts", "errors", "invalid", "dropped")}
     totals = {kind: sum(series.values) for kind, series in kinds.items()}
-    failed = totals["timeouts"] + totals["errors"] + totals["invalid"]
+    failures = {kind: total for kind, total in totals.items() if kind != "dropped"}
+    failed, worst = sum(failures.values()), max(failures, key=failures.__getitem__)
     sampled = _rollouts_per_step(run) * run.num_steps
     if not failed or failed < MANY_FAILURES * sampled:
         return None
-    worst = max(("timeouts", "errors", "invalid"), key=lambda kind: totals[kind])
     cause = next((str(rollout["failure_cause"]) for rollout in run.last_rollouts if rollout.get("failure_cause")), "")
-    return finding(
-        "reward_failures",
-        next(step for step, value in kinds[worst].points if value > 0),
-        ", ".join(f"{value:.0f} {FAILURES[kind]}" for kind, value in totals.items() if value)
-        + (f"; the last cause: {cause.splitlines()[0][:160]}" if cause else ""),
-        failed=failed,
-        sampled=sampled,
-        worst=FAILURES[worst],
-    )
+    evidence = ", ".join(f"{total:.0f} {FAILURES[kind]}" for kind, total in totals.items() if total)
+    evidence += f"; the last cause: {cause.splitlines()[0][:160]}" if cause else ""
+    since = next(step for step, value in kinds[worst].points if value > 0)
+    return finding("reward_failures", since, evidence, failed=failed, sampled=sampled, worst=FAILURES[worst])
 
 
 def reward_constant(run: RunRecord) -> Finding | None:
@@ -300,7 +297,7 @@ def reward_constant(run: RunRecord) -> Finding | None:
 
 
 def groups_without_signal(run: RunRecord) -> Finding | None:
-    equal, rewards = run.series("advantage/zero_group_fraction"), run.series("reward/mean")
+    equal, rewards = run.series("advantage/zero_group_fraction"), run.rewards
     if len(equal) < FEW_STEPS or not rewards or equal.last < 0.7 or _constant_reward(run) is not None:
         return None
     if run.gain > 0.1:
@@ -308,13 +305,13 @@ def groups_without_signal(run: RunRecord) -> Finding | None:
     solved = run.solved_share
     name = "groups_too_easy" if solved >= 0.8 else "few_groups_with_signal" if solved > 0.2 else "groups_too_hard"
     evidence = f"advantage/zero_group_fraction {equal.ends(2)}; reward {rewards.last:.3f}"
-    return finding(name, equal.since(lambda value: value >= 0.7), evidence, watch=equal.last <= 0.9, share=equal.last)
+    return finding(name, equal.since(ge, 0.7), evidence, watch=equal.last <= 0.9, share=equal.last)
 
 
 def validation_falls(run: RunRecord) -> Finding | None:
-    rewards = run.series("reward/mean")
+    rewards = run.rewards
     for key in run.validation_keys:
-        measured = run.series(key, validation=True)
+        measured = run.series(key)
         if len(measured) < 3 or len(rewards) < 6:
             continue
         best = max(measured.values)
@@ -342,7 +339,7 @@ def opinion_parts_from_rules(run: RunRecord) -> Finding | None:
     if len(agreement) < 5 or agreement.last >= 0.6 or agreement.last > agreement.first - 0.1:
         return None
     evidence = f"share of the pairs on which both agree {agreement.ends(2)}"
-    return finding("reward_model_hacked", agreement.since(lambda value: value < 0.6), evidence, best="a step before")
+    return finding("reward_model_hacked", agreement.since(lt, 0.6), evidence, best="a step before")
 
 
 def reward_exploited(run: RunRecord) -> Finding | None:
@@ -354,8 +351,7 @@ def reward_exploited(run: RunRecord) -> Finding | None:
     be learned first.
     """
     ending = "/num_prompts"
-    keys = dict.fromkeys(key for record in run.training for key in record if key.startswith("audit/") and key.endswith(ending))
-    for name in (key.removesuffix(ending) for key in keys):
+    for name in (key.removesuffix(ending) for key in run.keys("audit/") if key.endswith(ending)):
         needed = {name, *(f"{name}/{end}" for end in ("std", "reward", "reward_std"))}
         points = [record for record in run.training if record.get(name + ending) and record.keys() >= needed]
         # A step's block does not depend on how many earlier steps are remembered.
@@ -381,7 +377,7 @@ def reward_exploited(run: RunRecord) -> Finding | None:
     return None
 
 
-def _moments(record: Mapping[str, float], name: str) -> np.ndarray:
+def _moments(record: Metrics, name: str) -> np.ndarray:
     """Return sums over a step's prompts, [5]: number, reward, audit, and both squares."""
     means = np.array([record[f"{name}/reward"], record[name]])
     spreads = np.array([record[f"{name}/reward_std"], record[f"{name}/std"]])
@@ -412,17 +408,17 @@ def format_without_answer(run: RunRecord) -> Finding | None:
             continue
         if all(values.last < 0.1 and values.last <= values.first + 0.02 for values in answers.values()):
             ends = ", ".join(f"{name} {values.last:.3f}" for name, values in answers.items())
-            since = shape.since(lambda value: value >= 0.8)
+            since = shape.since(ge, 0.8)
             return finding("format_without_answer", since, f"{form} {shape.ends(2)}; {ends}", form=form)
     return None
 
 
 def memorised(run: RunRecord) -> Finding | None:
-    epochs, rewards = run.series("trainer/epoch"), run.series("reward/mean")
+    epochs, rewards = run.series("trainer/epoch"), run.rewards
     if not epochs or epochs.now < 2 or len(rewards) < 5 or run.solved_share <= 0.9:
         return None
     for key in run.validation_keys:
-        measured = run.series(key, validation=True)
+        measured = run.series(key)
         if measured and measured.now < run.solved_share - 0.25:
             evidence = f"reward {rewards.last:.3f} in epoch {epochs.now:.0f}, {key} {measured.now:.3f}"
             return finding("memorised", measured.points[-1][0], evidence)
@@ -438,9 +434,8 @@ def _constant_reward(run: RunRecord) -> float | None:
 
 
 def _parts(run: RunRecord) -> list[str]:
-    keys = dict.fromkeys(key for record in run.training for key in record if key.startswith("reward/"))
-    overall = {f"reward/{name}" for name in (*OVERALL, *FAILURES)}
-    return [key.removeprefix("reward/") for key in keys if key not in overall and not key.endswith("/std")]
+    names = [key.removeprefix("reward/") for key in run.keys("reward/")]
+    return [name for name in names if name not in (*OVERALL, *FAILURES) and not name.endswith("/std")]
 
 
 def _rollouts_per_step(run: RunRecord) -> float:

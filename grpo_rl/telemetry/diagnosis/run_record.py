@@ -15,7 +15,7 @@ from grpo_rl.config.convert import value_problem
 from grpo_rl.config.schema.fields import flat
 from grpo_rl.errors import DataError
 from grpo_rl.frozen import frozen
-from grpo_rl.telemetry.metrics.metrics_file import read_metrics
+from grpo_rl.telemetry.metrics.metrics_file import JsonObject, Records, read_metrics
 from grpo_rl.telemetry.metrics.validation import validation_keys
 from grpo_rl.telemetry.rollout_log import read_rollouts, step_files
 from grpo_rl.telemetry.rundir import run_config
@@ -51,11 +51,11 @@ class Series:
     def now(self) -> float:
         return self.values[-1]
 
-    def since(self, holds: Callable[[float], bool]) -> int:
-        """Return the step since which the condition has held; the last one if it does not hold."""
+    def since(self, compare: Callable[[float, float], bool], bound: float) -> int:
+        """Return the step since which `compare` has held of value and bound; the last one if it does not."""
         step = self.points[-1][0]
         for at, value in reversed(self.points):
-            if not holds(value):
+            if not compare(value, bound):
                 break
             step = at
         return step
@@ -69,7 +69,7 @@ class RunRecord:
     """A run as its folder shows it, finished or not; reading it starts no process and loads no torch."""
 
     config: Mapping[str, Any]  # as config.yaml, nested
-    records: Sequence[Mapping[str, float]]  # as `read_metrics` returns them
+    records: Records  # as `read_metrics` returns them
     rollout_files: Mapping[int, Path] = field(default_factory=dict)  # logged training rollouts by step
     val_files: Mapping[int, Path] = field(default_factory=dict)  # logged validation rollouts by step
 
@@ -81,13 +81,13 @@ class RunRecord:
             raise DataError(
                 f"{folder}: there is no metrics.jsonl with a step in it, and no status.json; give the folder of a run"
             )
-        config: dict[str, Any] = {}
+        config: JsonObject = {}
         with suppress(DataError):
             config = run_config(folder)
         return cls(config, records, dict(step_files(folder / "rollouts")), dict(step_files(folder / "val")))
 
     @cached_property
-    def training(self) -> Sequence[Mapping[str, float]]:
+    def training(self) -> Records:
         """Without the validation before training."""
         return [record for record in self.records if record.get("step", 0) > 0]
 
@@ -96,7 +96,7 @@ class RunRecord:
         return len(self.training)
 
     @cached_property
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> JsonObject:
         return flat(self.config)
 
     def setting(self, key: str, default: Any = None) -> Any:
@@ -104,14 +104,22 @@ class RunRecord:
         value = self._settings.get(key, default)
         return default if value_problem(key, value) else value
 
-    def series(self, key: str, *, validation: bool = False) -> Series:
-        records = self.records if validation else self.training
+    def keys(self, prefix: str) -> list[str]:
+        """Return the names of training metrics that begin so, in the order of the log."""
+        return list(dict.fromkeys(key for record in self.training for key in record if key.startswith(prefix)))
+
+    def series(self, key: str) -> Series:
+        records = self.records if key.startswith("val/") else self.training
         points = [(int(record["step"]), float(record[key])) for record in records if key in record]
         return Series([(step, value) for step, value in points if math.isfinite(value)])
 
     @cached_property
     def validation_keys(self) -> list[str]:
         return list(dict.fromkeys(key for record in self.records for key in validation_keys(record)))
+
+    @cached_property
+    def rewards(self) -> Series:
+        return self.series("reward/mean")
 
     @property
     def reward_range(self) -> tuple[float, float]:
@@ -122,34 +130,34 @@ class RunRecord:
     @property
     def solved_share(self) -> float:
         """The present mean reward's place within `reward_range`, from 0 to 1."""
-        (low, high), rewards = self.reward_range, self.series("reward/mean")
-        return (rewards.last - low) / (high - low) if rewards and high > low else 0.0
+        low, high = self.reward_range
+        return (self.rewards.last - low) / (high - low) if self.rewards and high > low else 0.0
 
     @property
     def gain(self) -> float:
         """The mean reward's rise since the beginning, as a share of `reward_range`."""
-        (low, high), rewards = self.reward_range, self.series("reward/mean")
-        return (rewards.last - rewards.first) / (high - low) if rewards and high > low else 0.0
+        low, high = self.reward_range
+        return (self.rewards.last - self.rewards.first) / (high - low) if self.rewards and high > low else 0.0
 
     def entropy(self) -> Series:
         """In nats per token: the exact one, which is measured on demand, or its estimate."""
         return self.series("actor/entropy") or self.series("rollout/entropy")
 
     @cached_property
-    def first_rollouts(self) -> list[dict[str, Any]]:
+    def first_rollouts(self) -> list[JsonObject]:
         return _read(self.rollout_files, min(self.rollout_files, default=0))
 
     @cached_property
-    def last_rollouts(self) -> list[dict[str, Any]]:
+    def last_rollouts(self) -> list[JsonObject]:
         return _read(self.rollout_files, max(self.rollout_files, default=0))
 
-    def validated(self, step: int) -> list[dict[str, Any]]:
+    def validated(self, step: int) -> list[JsonObject]:
         return _read(self.val_files, step)
 
 
-def _read(files: Mapping[int, Path], step: int) -> list[dict[str, Any]]:
-    with suppress(DataError):
-        return read_rollouts(files[step]) if step in files else []
+def _read(files: Mapping[int, Path], step: int) -> list[JsonObject]:
+    with suppress(DataError, KeyError):
+        return read_rollouts(files[step])
     return []
 
 

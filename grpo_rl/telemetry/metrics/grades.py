@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+
+from grpo_rl.telemetry.metrics.metrics_file import Records
 
 PREDICTED = "plan/"
 _MEMORY = "perf/memory/"
@@ -11,7 +12,7 @@ _LEAST_SHARE = 0.01
 """Of a step's seconds: a phase that is shorter, by prediction and by measurement, is not graded."""
 
 
-def measured(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def measured(records: Records) -> dict[str, float]:
     """Return median seconds of each phase after the first step, and of the step without validation and
     saving. `perf/memory/actor_gib` and so on are the most that torch allocated in a rank of the role. Empty
     below three steps."""
@@ -26,14 +27,14 @@ def measured(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
     medians["timing_s/step"] = median("timing_s/step", "timing_s/testing", "timing_s/save")
     if (waited := medians.get("timing_s/rollout_waits_for_trainer")) is not None:
         medians["timing_s/gen"] = max(0.0, medians["timing_s/step"] - waited)
-    for name, value in ((name, value) for row in steps for name, value in row.items() if name.startswith(_MEMORY)):
-        if name.endswith("/allocated_gib"):
+    for name, value in (entry for row in steps for entry in row.items()):
+        if name.startswith(_MEMORY) and name.endswith("/allocated_gib"):
             role = f"{_MEMORY}{name.split('/')[2]}_gib"
             medians[role] = max(value, medians.get(role, 0.0))
     return {name: value for name, value in medians.items() if value > 0}
 
 
-def grades(records: Sequence[Mapping[str, float]]) -> list[tuple[str, float, float]]:
+def grades(records: Records) -> list[tuple[str, float, float]]:
     """Return (name, prediction, measurement) of whatever has both."""
     medians = measured(records)
     names = [name.removeprefix(PREDICTED) for name in (records[-1] if medians else ()) if name.startswith(PREDICTED)]

@@ -8,7 +8,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -20,7 +20,10 @@ MOST_COUNT = 10**9  # of a step or length
 MOST_NUMBER = 1e100  # sums and squares of larger ones overflow
 MOST_NAMES = 10_000
 
-_logger = logging.getLogger(__name__)
+Metrics = Mapping[str, float]
+Records = Sequence[Metrics]
+JsonObject = dict[str, Any]
+Say = Callable[[str], None]
 
 
 def jsonable(value: Any) -> Any:
@@ -30,7 +33,7 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, float):
         if math.isfinite(value):
             return value
-        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
         return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -48,7 +51,7 @@ def dump_line(record: Mapping[str, Any]) -> str:
 class LineFile:
     """Appends from any thread. If the disk fails, lines wait in memory, and a warning says so."""
 
-    def __init__(self, path: Path, warn: Callable[[str], None] = _logger.warning) -> None:
+    def __init__(self, path: Path, warn: Say = logging.warning) -> None:
         self.path = path
         self._warn = warn
         self._waiting: list[str] = []
@@ -74,7 +77,7 @@ class LineFile:
 
 
 class MetricsFile(LineFile):
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         self.append([{"step": step, "time": round(time.time(), 3), **metrics}])
 
     def flush(self) -> None:
@@ -103,18 +106,23 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     may be absent, cannot be read or has too many names."""
     by_step: dict[int, dict[str, float]] = {}
     for record in read_records(path):
-        numbers = {key: NON_FINITE.get(value, value) if isinstance(value, str) else value for key, value in record.items()}
-        by_step.setdefault(record["step"], {}).update({key: value for key, value in numbers.items() if is_number(value)})
+        numbers = ((key, finite_or_not(value)) for key, value in record.items())
+        by_step.setdefault(record["step"], {}).update((key, value) for key, value in numbers if is_number(value))
     if len({key for record in by_step.values() for key in record}) > MOST_NAMES:
         raise DataError(f"{path}: has more than {MOST_NAMES:,} metrics, which no run has")
     return [by_step[step] for step in sorted(by_step)]
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
+def read_records(path: Path) -> list[JsonObject]:
     """Return the lines with a `step`. Raises DataError if the file, which may be absent, cannot be read."""
     if not path.exists():
         return []
     return [record for _, record in read_lines(path) if record is not None and is_count(record.get("step"))]
+
+
+def finite_or_not(value: Any) -> Any:
+    """Return the number for the text that stands for it in JSON, any other value as it is."""
+    return NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 
 def is_number(value: Any) -> TypeGuard[float]:

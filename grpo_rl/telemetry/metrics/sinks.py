@@ -5,7 +5,6 @@ Trackers get verl's names if verl measures the same thing (`tracker_metrics`).""
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import logging
 import os
@@ -26,7 +25,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import ConfigError
-from grpo_rl.telemetry.metrics.metrics_file import MetricsFile, jsonable
+from grpo_rl.telemetry.metrics.metrics_file import Metrics, MetricsFile, Say, jsonable
 from grpo_rl.telemetry.rollout_log import Kind, read_rollouts, step_files
 from grpo_rl.telemetry.rundir import RunDir
 
@@ -43,8 +42,6 @@ _EQUAL = {
     "trainer/epoch": "training/epoch",
 }
 
-_logger = logging.getLogger(__name__)
-
 
 class Sinks:
     """All destinations of a run. `log` takes milliseconds whatever a tracking server does."""
@@ -54,8 +51,8 @@ class Sinks:
         run_dir: RunDir,
         trainer: TrainerConfig,
         resolved_config: Mapping[str, Any],
-        warn: Callable[[str], None] = _logger.warning,
-        say: Callable[[str], None] = _logger.info,
+        warn: Say = logging.warning,
+        say: Say = logging.info,
     ) -> None:
         self._table_rows = trainer.log_val_generations
         self._run_dir = run_dir
@@ -83,7 +80,7 @@ class Sinks:
         """Put metrics.jsonl, from which all else can be made again, on the disk."""
         self._file.flush()
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         for sink in self._sinks:
             sink.log(step, metrics)
 
@@ -101,7 +98,7 @@ class Sinks:
 class Tracker:
     place = ""  # the run's address, or the command that sends it there
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         raise NotImplementedError
 
     def truncate_after(self, step: int) -> None:
@@ -122,8 +119,8 @@ class Background:
         self,
         name: str,
         connect: Callable[[], Tracker],
-        warn: Callable[[str], None],
-        say: Callable[[str], None] = lambda text: None,
+        warn: Say,
+        say: Say = logging.info,
         size: int = QUEUE_SIZE,
     ) -> None:
         self.name = name
@@ -134,7 +131,7 @@ class Background:
         self._thread = threading.Thread(target=self._run, name=f"sink-{name}", daemon=True)
         self._thread.start()
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         self.num_unsent += 1
         named = tracker_metrics(step, metrics)
 
@@ -187,7 +184,8 @@ class _Wandb(Tracker):
     only rises, and would drop a resumed run's repeated steps and late tables."""
 
     def __init__(self, run_dir: RunDir, trainer: TrainerConfig, config: Mapping[str, Any]) -> None:
-        wandb = importlib.import_module("wandb")
+        import wandb
+
         self._table = wandb.Table
         # Without a login W&B asks on the terminal, and drops all metrics if nobody answers.
         logged_in = getattr(getattr(wandb, "api", None), "api_key", None) or "WANDB_MODE" in os.environ
@@ -206,15 +204,15 @@ class _Wandb(Tracker):
         run.define_metric(STEP)
         run.define_metric("*", step_metric=STEP)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         self._run.log(dict(metrics))
 
     def table(self, step: int, file: Path, rows: int) -> None:
-        table_rows = [[record.get(column) for column in TABLE] for record in read_rollouts(file)[:rows]]
-        table_rows = [
-            [value if isinstance(value, str | float | int | None) else json.dumps(value) for value in row] for row in table_rows
+        data = [
+            [value if isinstance(value, str | float | int | None) else json.dumps(value) for value in map(record.get, TABLE)]
+            for record in read_rollouts(file)[:rows]
         ]
-        self._run.log({"val/generations": self._table(columns=list(TABLE), data=table_rows), STEP: step})
+        self._run.log({"val/generations": self._table(columns=list(TABLE), data=data), STEP: step})
 
     def close(self) -> None:
         self._run.finish()
@@ -222,19 +220,20 @@ class _Wandb(Tracker):
 
 class _Mlflow(Tracker):
     def __init__(self, run_dir: RunDir, trainer: TrainerConfig, config: Mapping[str, Any]) -> None:
-        self._client = client = importlib.import_module("mlflow").MlflowClient()
-        self._metric = importlib.import_module("mlflow.entities").Metric
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric
+
+        self._client = client = MlflowClient()
+        self._metric = Metric
         experiment = client.get_experiment_by_name(trainer.project_name)
         experiment_id = experiment.experiment_id if experiment else client.create_experiment(trainer.project_name)
-        self._run_id = _stored(
-            run_dir.path / "mlflow_run_id",
-            lambda: str(client.create_run(experiment_id, run_name=run_dir.name).info.run_id),
-        )
+        create = partial(client.create_run, experiment_id, run_name=run_dir.name)
+        self._run_id = _stored(run_dir.path / "mlflow_run_id", lambda: str(create().info.run_id))
         client.update_run(self._run_id, status="RUNNING")  # the part before a resume has closed it
         client.log_dict(self._run_id, jsonable(config), "config.yaml")
         self.place = f"run {self._run_id} at {client.tracking_uri}"
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         now_ms = int(time.time() * 1000)
         # MLflow allows no @ in names (mean@1).
         named = {key.replace("@", "_at_"): float(value) for key, value in metrics.items()}
@@ -254,7 +253,7 @@ class TensorBoard(Tracker):
     def __init__(self, run_dir: RunDir, *_: object) -> None:
         self._writer = SummaryWriter(run_dir.tensorboard, flush_secs=10)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         for key, value in metrics.items():
             if key != STEP:
                 self._writer.add_scalar(key, value, step)
@@ -324,7 +323,7 @@ class Prometheus:
         self._thread = threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True)
         self._thread.start()
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         """Metrics of a validation stay until the next one."""
         for name, value in {**metrics, "step": step}.items():
             allowed = re.sub(r"\W", "_", f"grpo_rl_{name}", flags=re.ASCII)
@@ -341,7 +340,7 @@ class Prometheus:
         self._thread.join(CLOSE_TIMEOUT_S)
 
 
-def tracker_metrics(step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+def tracker_metrics(step: int, metrics: Metrics) -> dict[str, float]:
     """Return the metrics under the trackers' names.
 
     - `reward/mean`, `max`, `min` -> `critic/score/...`, and `critic/rewards/...`, in verl the score less the
@@ -350,18 +349,17 @@ def tracker_metrics(step: int, metrics: Mapping[str, float]) -> dict[str, float]
     `val-aux/SOURCE/...`; losses on rows stay `val/loss` and so on.
     """
     # Every source has a mean response length. One source's name may begin another's.
-    lengths = [name for name in metrics if name.startswith("val/") and name.endswith("/response_length")]
-    sources = sorted((name.removeprefix("val/").removesuffix("/response_length") for name in lengths), key=len, reverse=True)
+    sources = [match[1] for match in map(re.compile("(?s)val/(.*)/response_length").fullmatch, metrics) if match]
+    of_source = re.compile(f"(?s)val/({'|'.join(map(re.escape, sorted(sources, key=len, reverse=True)))})/(.*)")
     named: dict[str, float] = {STEP: float(step)}
     for name, value in metrics.items():
-        kind = name.removeprefix("reward/")
-        source = next((candidate for candidate in sources if name.startswith(f"val/{candidate}/")), "")
-        if name.startswith("reward/") and kind in ("mean", "max", "min"):
+        if name in ("reward/mean", "reward/max", "reward/min"):
+            kind = name.removeprefix("reward/")
             named[f"critic/score/{kind}"] = value
             if "actor/reward_kl_penalty" not in metrics:
                 named[f"critic/rewards/{kind}"] = value
-        elif source:
-            rest = name.removeprefix(f"val/{source}/")
+        elif sources and (match := of_source.fullmatch(name)):
+            source, rest = match.groups()
             core = re.fullmatch(r"(mean|best|maj)@\d+", rest)
             ending = "" if core is None or core[1] == "mean" else "/mean"
             named[f"val-core/{source}/acc/{rest}{ending}" if core else f"val-aux/{source}/{rest}"] = value

@@ -6,19 +6,17 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from grpo_rl.run_files import write_whole
-from grpo_rl.telemetry.metrics.metrics_file import LineFile, dump_line, is_number, read_records
+from grpo_rl.telemetry.metrics.metrics_file import LineFile, Say, dump_line, is_number, read_records
 
 Role = Literal["rollout", "reward", "actor", "reference", "critic", "weights", "engines", "controller", "wait", "step"]
 """`wait`: the side in `what` waits; `step`: a whole step; `engines`: one joins, leaves or is replaced."""
 CLOSED_GAP_S = 0.02  # such close intervals of one activity become one: rewards end by the thousand
-
-_logger = logging.getLogger(__name__)
 
 
 class Interval(NamedTuple):
@@ -35,7 +33,7 @@ class Timeline:
     """Records intervals from any thread; `write` appends them to a file. Without a path they are dropped.
     Seconds count from a run's first start, without the pauses before a resume."""
 
-    def __init__(self, path: Path | None = None, warn: Callable[[str], None] = _logger.warning) -> None:
+    def __init__(self, path: Path | None = None, warn: Say = logging.warning) -> None:
         self._file = None if path is None else LineFile(path, warn)
         self.step = 0  # of intervals that are recorded without one
         self._origin = time.perf_counter()
@@ -93,7 +91,7 @@ def read_timeline(path: Path, last_steps: int | None = None) -> list[Interval]:
     spans = []
     for record in read_records(path):
         start, end = record.get("start"), record.get("end")
-        if is_number(start) and is_number(end) and math.isfinite(start) and math.isfinite(end):
+        if is_number(start) and is_number(end) and math.isfinite(start + end):
             spans.append(Interval(record["step"], str(record.get("role")), str(record.get("what")), float(start), float(end)))
     if last_steps is not None and spans:
         first = max(interval.step for interval in spans) - last_steps

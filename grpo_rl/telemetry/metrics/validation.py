@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
+
+from grpo_rl.telemetry.metrics.metrics_file import Metrics, Records
 
 Point = tuple[float, float]  # a step, and a value
 LOSSES = {
@@ -19,24 +21,23 @@ LOSSES = {
 }  # metrics of runs on rows, with their names in tables of results
 
 
-def validation_keys(metrics: Mapping[str, float]) -> list[str]:
+def validation_keys(metrics: Metrics) -> list[str]:
     """Return the keys `val/<source>/mean@N`; a source may contain slashes."""
-    means = [key for key in metrics if key.startswith("val/") and key.rsplit("/", 1)[-1].startswith("mean@")]
-    places = {key.rsplit("/", 1)[0] for key in means}
+    places = {key: key.rsplit("/", 1)[0] for key in metrics if key.startswith("val/") and "/mean@" in key[key.rfind("/") :]}
     return [
         key
-        for key in means
-        if (place := key.rsplit("/", 1)[0]).rsplit("/", 1)[0] not in places or f"{place}/response_length" in metrics
+        for key, place in places.items()
+        if place.rsplit("/", 1)[0] not in places.values() or f"{place}/response_length" in metrics
     ]
 
 
-def validation_score(metrics: Mapping[str, float]) -> float | None:
+def validation_score(metrics: Metrics) -> float | None:
     """Return the mean over sources of `val/<source>/mean@N`; None on a step without validation."""
     values = [metrics[key] for key in validation_keys(metrics)]
     return statistics.fmean(values) if values else None
 
 
-def shown_keys(records: Sequence[Mapping[str, float]]) -> list[str]:
+def shown_keys(records: Records) -> list[str]:
     """Return the keys `val/<source>/mean@N`, with `val/<source>/reward` if that ever differed."""
     keys = dict.fromkeys(key for record in records for key in validation_keys(record))
     names = []
@@ -52,14 +53,14 @@ def validation_name(key: str) -> str:
     return f"validation {key.removeprefix('val/')}"
 
 
-def results(records: Sequence[Mapping[str, float]]) -> list[tuple[str, Point, Point]]:
+def results(records: Records) -> list[tuple[str, Point, Point]]:
     """Return name, first and last point of all that a run changed."""
     validated = {key: [(record["step"], record[key]) for record in records if key in record] for key in shown_keys(records)}
     changes = [(validation_name(key), points[0], points[-1]) for key, points in validated.items() if points]
     return changes + other_results(records)
 
 
-def other_results(records: Sequence[Mapping[str, float]]) -> list[tuple[str, Point, Point]]:
+def other_results(records: Records) -> list[tuple[str, Point, Point]]:
     """As `results`, without validation of prompts: losses on rows and the training reward, whose points are
     the means of the first and last training steps, five if there are ten."""
     changes = []

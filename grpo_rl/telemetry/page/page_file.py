@@ -20,7 +20,7 @@ from typing import Any
 from grpo_rl.errors import ConfigError
 from grpo_rl.processes.family import is_running
 from grpo_rl.run_files import write_whole
-from grpo_rl.telemetry.page.rollout_chunks import INLINE_BYTES, write_chunk
+from grpo_rl.telemetry.page.rollout_chunks import write_chunk
 from grpo_rl.telemetry.page.run_data import ENDED, run_data
 from grpo_rl.telemetry.rundir import RunDir
 
@@ -52,7 +52,7 @@ def write_page(
         parts = []
         for number, run in enumerate(runs):
             folder = files if len(runs) == 1 else files / str(number)
-            page_data = run_data(run, folder, state, INLINE_BYTES, keep=keep, trusted=trusted)
+            page_data = run_data(run, folder, state, keep=keep, trusted=trusted)
             page_data["chunks"]["folder"] = folder.relative_to(out.parent).as_posix()
             # For links to the run's files; with the dot no folder's name reads as a scheme.
             page_data["base"] = f"./{os.path.relpath(run.resolve(), out.resolve().parent)}"

@@ -21,7 +21,7 @@ from typing import Any
 
 from grpo_rl.errors import DataError, is_panic
 from grpo_rl.run_files import read_bytes, write_whole
-from grpo_rl.telemetry.metrics.metrics_file import NON_FINITE, jsonable
+from grpo_rl.telemetry.metrics.metrics_file import JsonObject, finite_or_not, jsonable
 from grpo_rl.telemetry.metrics.validation import logged_value
 from grpo_rl.telemetry.rollout_log import prompt_key, read_rollouts, step_files
 
@@ -38,34 +38,32 @@ PREVIEW = 160  # characters of a prompt in the list of groups
 
 
 def chunks_of(
-    run: Path, folder: Path, pieces: Pieces | None = None, inline_bytes: int = INLINE_BYTES, *, keep: bool = False
-) -> tuple[dict[str, Any], dict[str, str] | None]:
+    run: Path, folder: Path, pieces: Pieces | None = None, *, keep: bool = False
+) -> tuple[JsonObject, dict[str, str] | None]:
     """Return the index of a run's rollouts and its chunks by name; None for a large run, whose chunks are
     files in `folder`. `keep` writes new steps only: the page runs these files, so `folder` must hold none but
     this program's own. Files that cannot be read are left out."""
-    files = {(kind, step): path for kind in ("rollouts", "val") for step, path in step_files(run / kind)}
-    size = 0
-    for path in files.values():
-        with suppress(OSError):
-            size += path.stat().st_size
-    is_inlined = size <= inline_bytes
+    files = []
+    for kind in ("rollouts", "val"):
+        for step, path in step_files(run / kind):
+            with suppress(OSError):
+                stat = path.stat()
+                files.append((kind, step, path, [stat.st_size, stat.st_mtime_ns]))
+    is_inlined = sum(stamp[0] for *_, stamp in files) <= INLINE_BYTES
     if not is_inlined:
         folder.mkdir(parents=True, exist_ok=True)
-    earlier = _earlier(folder) if keep and not is_inlined else {}
-    known = {(entry["kind"], entry["step"]): entry for entry in earlier.get("steps", ())}
-    index: dict[str, Any] = {"format": FORMAT, "steps": []}
-    index |= {name: list(earlier.get(name, ())) for name in ("prompts", "sources", "failures")}
+    index = _earlier(folder) if keep and not is_inlined else _empty()
+    known = {(entry["kind"], entry["step"]): entry for entry in index["steps"]}
+    index["steps"] = []
     places = {key: place for place, (key, *_) in enumerate(index["prompts"])}
     inlined: dict[str, str] = {}
-    for (kind, step), path in sorted(files.items()):
-        try:
-            stat = path.stat()
-            stamp = [stat.st_size, stat.st_mtime_ns]
-            entry = known.get((kind, step), {})
-            records = [] if entry.get("stamp") == stamp else read_rollouts(path)
-        except (OSError, DataError):
-            continue
+    for kind, step, path, stamp in files:
+        entry = known.get((kind, step), {})
         if entry.get("stamp") != stamp:
+            try:
+                records = read_rollouts(path)
+            except DataError:
+                continue
             entry = {"kind": kind, "step": step, "num": len(records), "groups": [], "chunks": [], "stamp": stamp}
             for groups in _parted(records):
                 name = f"{kind}_{step}_{len(entry['chunks'])}"
@@ -124,7 +122,7 @@ def _parted(records: Sequence[Record]) -> Iterator[list[list[Record]]]:
         yield groups
 
 
-def _entry(group: Sequence[Record], kind: str, index: dict[str, Any], places: dict[str, int]) -> list[Any]:
+def _entry(group: Sequence[Record], kind: str, index: JsonObject, places: dict[str, int]) -> list[Any]:
     """Return a group's prompt, source, rewards, lengths, cut samples and failures, as places in tables."""
     row, prompt = prompt_key(group[0])
     key = hashlib.sha1(f"{row}\0{prompt}".encode(errors="replace")).hexdigest()[:12]
@@ -132,9 +130,8 @@ def _entry(group: Sequence[Record], kind: str, index: dict[str, Any], places: di
         places[key] = len(places)
         preview = prompt if len(prompt) <= PREVIEW else "…" + prompt[-PREVIEW:]
         index["prompts"].append([key, preview, row if row.startswith("row ") else ""])
-    rewards, values = (
-        [rounded(number) for number in column] for column in ([r.get("reward") for r in group], map(logged_value, group))
-    )
+    rewards = [rounded(record.get("reward")) for record in group]
+    values = [rounded(logged_value(record)) for record in group]
     return [
         places[key],
         _place(index["sources"], str(group[0].get("data_source", ""))),
@@ -149,7 +146,7 @@ def _entry(group: Sequence[Record], kind: str, index: dict[str, Any], places: di
 _SHARED = ("prompt", "ground_truth", "data_source", "uid", "prompt_length")
 
 
-def _texts(group: Sequence[Record], pieces: Pieces | None) -> dict[str, Any]:
+def _texts(group: Sequence[Record], pieces: Pieces | None) -> JsonObject:
     """Return all that is logged of a group, shared fields once."""
     rollouts = []
     for record in group:
@@ -219,7 +216,7 @@ def _of_hub(name: str) -> Path | None:
 
 def rounded(value: Any, digits: int = 6) -> Any:
     """Return a number with so many significant digits, None if it is not finite."""
-    value = NON_FINITE.get(value, value) if isinstance(value, str) else value
+    value = finite_or_not(value)
     if not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(f"{value:.{digits}g}") if isinstance(value, float) else value
@@ -231,10 +228,14 @@ def _place(table: list[str], name: str) -> int:
     return table.index(name)
 
 
-def _earlier(folder: Path) -> dict[str, Any]:
+def _empty() -> JsonObject:
+    return {"format": FORMAT, "steps": [], "prompts": [], "sources": [], "failures": []}
+
+
+def _earlier(folder: Path) -> JsonObject:
     """Return an earlier call's index; empty without one of this format."""
     with suppress(DataError, OSError, ValueError, LookupError):
         index = read_chunk(folder, INDEX)
         if isinstance(index, dict) and index.get("format") == FORMAT:
-            return index
-    return {}
+            return _empty() | index
+    return _empty()

@@ -21,10 +21,10 @@ from grpo_rl.run_files import read_text
 from grpo_rl.telemetry.diagnosis.diagnose import ALARM, RULES, diagnose
 from grpo_rl.telemetry.diagnosis.run_record import RunRecord
 from grpo_rl.telemetry.metrics.grades import grades
-from grpo_rl.telemetry.metrics.metrics_file import jsonable
+from grpo_rl.telemetry.metrics.metrics_file import JsonObject, Records, jsonable
 from grpo_rl.telemetry.metrics.timeline import read_timeline
 from grpo_rl.telemetry.metrics.validation import Point, other_results, shown_keys
-from grpo_rl.telemetry.page.rollout_chunks import INLINE_BYTES, chunks_of, pieces_of, rounded
+from grpo_rl.telemetry.page.rollout_chunks import chunks_of, pieces_of, rounded
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.status import current_status
 
@@ -35,23 +35,17 @@ TIMELINE_STEPS = 200  # last steps whose intervals are drawn
 _NAME = "trainer.experiment_name"
 _FOLDER = "trainer.default_local_dir"
 
-Series = dict[str, Any]  # lists over steps: steps, mean; low, high, prompts if responses were logged
+Series = JsonObject  # lists over steps: steps, mean; low, high, prompts if responses were logged
 
 
 def run_data(
-    run: Path,
-    chunk_folder: Path,
-    state: str | None = None,
-    inline_bytes: int = INLINE_BYTES,
-    *,
-    keep: bool = False,
-    trusted: bool = False,
-) -> dict[str, Any]:
+    run: Path, chunk_folder: Path, state: str | None = None, *, keep: bool = False, trusted: bool = False
+) -> JsonObject:
     """`state` replaces status.json's; `keep`: see `chunks_of`; `trusted`: `pieces_of`. Raises DataError."""
     run = run.resolve()
     record = RunRecord.of_folder(run)
     status = current_status(run, state)
-    index, inlined = chunks_of(run, chunk_folder, pieces_of(run, status, trusted=trusted), inline_bytes, keep=keep)
+    index, inlined = chunks_of(run, chunk_folder, pieces_of(run, status, trusted=trusted), keep=keep)
     diagnosis = diagnose(record)
     measured = validations(index, record.records)
     data = {
@@ -78,25 +72,24 @@ def run_data(
     return dict(jsonable(data)) | {"chunks": {"index": None if inlined is None else index, "inlined": inlined or {}}}
 
 
-def results(
-    records: Sequence[Mapping[str, float]], index: Mapping[str, Any], measured: Mapping[str, Series]
-) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
+def results(records: Records, index: Mapping[str, Any], measured: Mapping[str, Series]) -> list[JsonObject]:
+    rows: list[JsonObject] = []
     for name, series in measured.items():
-        fields = {"value": "mean"} | ({"low": "low", "high": "high"} if "low" in series else {})
-        ends = [{"step": series["steps"][at]} | {to: series[of][at] for to, of in fields.items()} for at in (0, -1)]
-        changed = change(index, series["source"], series["value"]) if "low" in series and series["source"] else None
-        prompts = series["prompts"][-1] if "prompts" in series else None
-        rows.append({"name": f"validation {name}", "before": ends[0], "after": ends[1], "change": changed, "prompts": prompts})
+        fields = {"step": "steps", "value": "mean", "low": "low", "high": "high"}
+        before, after = ({to: series[of][at] for to, of in fields.items() if of in series} for at in (0, -1))
+        row = {"name": f"validation {name}", "before": before, "after": after, "change": None, "prompts": None}
+        if "prompts" in series:
+            row |= {"change": change(index, series["source"], series["value"]), "prompts": series["prompts"][-1]}
+        rows.append(row)
     unvalidated = other_results(records)
     return rows + [{"name": name, "before": _point(first), "after": _point(last)} for name, first, last in unvalidated]
 
 
-def _point(point: Point) -> dict[str, Any]:
+def _point(point: Point) -> JsonObject:
     return {"step": int(point[0]), "value": rounded(point[1])}
 
 
-def columns(records: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+def columns(records: Records) -> JsonObject:
     """Return a list over the steps per metric, and the tokens and seconds of training until each step."""
     every = max(1, math.ceil(len(records) / MOST_POINTS))
     tokens, seconds = (
@@ -120,7 +113,7 @@ def columns(records: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     }
 
 
-def alarms(records: Sequence[Mapping[str, float]]) -> list[list[Any]]:
+def alarms(records: Records) -> list[list[Any]]:
     """Return (step, name) for the step in which each illness was first seen."""
     return [[int(record["step"]), name.removeprefix(ALARM)] for record in records for name in record if name.startswith(ALARM)]
 
@@ -155,7 +148,7 @@ def bands(index: Mapping[str, Any], kind: str, value: str = "reward") -> dict[st
     index. `kind`: rollouts, or val, whose failed rewards count as 0; `value`: reward, or for val mean@N. A
     series has one kind of interval."""
     by_source: dict[str, dict[int, list[list[float]]]] = {}
-    for entry in sorted((step for step in index["steps"] if step["kind"] == kind), key=lambda step: step["step"]):
+    for entry in _entries(index, kind):
         for group in entry["groups"]:
             if values := _values(group, kind, value):
                 for name in (index["sources"][group[1]], "all"):
@@ -174,7 +167,7 @@ def bands(index: Mapping[str, Any], kind: str, value: str = "reward") -> dict[st
     return curves
 
 
-def validations(index: Mapping[str, Any], records: Sequence[Mapping[str, float]]) -> dict[str, Series]:
+def validations(index: Mapping[str, Any], records: Records) -> dict[str, Series]:
     """Return each shown number of validation over the steps, by its metric's name without `val/`."""
     curves: dict[str, Series] = {}
     for key in shown_keys(records):
@@ -185,20 +178,19 @@ def validations(index: Mapping[str, Any], records: Sequence[Mapping[str, float]]
     main = [series for series in curves.values() if series["value"] != "reward"]
     if len(main) < 2 or any(series["steps"] != main[0]["steps"] for series in main):
         return curves
-    ends: Series = {"steps": main[0]["steps"], "source": None, "value": main[0]["value"]}
-    ends["mean"] = [rounded(statistics.fmean(means)) for means in zip(*(curve["mean"] for curve in main), strict=True)]
-    return {f"mean of {len(main)} sources, {ends['value']}": ends} | curves
+    means = [rounded(statistics.fmean(values)) for values in zip(*(curve["mean"] for curve in main), strict=True)]
+    value = main[0]["value"]
+    return {f"mean of {len(main)} sources, {value}": {"steps": main[0]["steps"], "mean": means, "value": value}} | curves
 
 
-def change(index: Mapping[str, Any], source: str, value: str = "reward") -> dict[str, Any] | None:
+def change(index: Mapping[str, Any], source: str, value: str = "reward") -> JsonObject | None:
     """Return a source's change from first to last validation, by prompt."""
-    entries = sorted((step for step in index["steps"] if step["kind"] == "val"), key=lambda step: step["step"])
+    entries, number = _entries(index, "val"), index["sources"].index(source)
     if len(entries) < 2:
         return None
-    number = index["sources"].index(source)
     first, last = (
-        {group[0]: statistics.fmean(_values(group, "val", value)) for group in entries[place]["groups"] if group[1] == number}
-        for place in (0, -1)
+        {group[0]: statistics.fmean(_values(group, "val", value)) for group in entry["groups"] if group[1] == number}
+        for entry in (entries[0], entries[-1])
     )
     pairs = [(first[prompt], last[prompt]) for prompt in first if prompt in last]
     if len(pairs) < 2:
@@ -211,13 +203,18 @@ def change(index: Mapping[str, Any], source: str, value: str = "reward") -> dict
     return {"mean": rounded(mean), "low": rounded(low), "high": rounded(high), "prompts": len(pairs)}
 
 
+def _entries(index: Mapping[str, Any], kind: str) -> list[JsonObject]:
+    """Return the steps of this kind, which are in order in an index."""
+    return [entry for entry in index["steps"] if entry["kind"] == kind]
+
+
 def _values(group: Sequence[Any], kind: str, value: str) -> list[float]:
     """Return a group's rewards, or what the index has in their place for mean@N."""
     values = group[6] if value != "reward" and len(group) > 6 else group[2]
     return [number or 0.0 for number in values] if kind == "val" else [number for number in values if number is not None]
 
 
-def configuration(run: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+def configuration(run: Path, config: Mapping[str, Any]) -> JsonObject:
     """Return changed keys, the YAML text, and commands that repeat and resume the run."""
     words = _text(run / "overrides.txt").splitlines()
     named = {word.partition("=")[0].lstrip("+~") for word in words}

@@ -7,7 +7,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,6 +16,7 @@ from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.text import Text
 
+from grpo_rl.telemetry.metrics.metrics_file import Metrics
 from grpo_rl.telemetry.terminal import step_line
 from grpo_rl.telemetry.terminal.text import Bar, duration, encodable, safe_text
 
@@ -130,7 +131,7 @@ class Console:
         with contextlib.suppress(OSError, ValueError):
             os.write(self._rich.file.fileno(), f"{erased}\x1b[?25h".encode())
 
-    def step(self, step: int, total: int, metrics: Mapping[str, float], left_s: float | None = None) -> None:
+    def step(self, step: int, total: int, metrics: Metrics, left_s: float | None = None) -> None:
         """The header comes back every 25 lines, and if the columns change."""
         header = step_line.header(metrics)
         if header and (header != self._header or self._lines_since_header >= HEADER_EVERY):
@@ -152,11 +153,9 @@ class Console:
             with contextlib.suppress(OSError):
                 log.close()
 
-    def _text(self, text: str, style: str = "") -> Text:
-        return Text(encodable(safe_text(text, keep_newlines=True), self._rich.encoding), style=style)
-
     def _print(self, pieces: Sequence[step_line.Piece], console: RichConsole | None = None) -> None:
-        line = Text.assemble(*(self._text(text, style) for text, style in pieces))
+        encoding = self._rich.encoding
+        line = Text.assemble(*((encodable(safe_text(text, keep_newlines=True), encoding), style) for text, style in pieces))
         self._last_line = time.monotonic()
         with self._turn:
             (console or self._rich).print(line, soft_wrap=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
 from types import MappingProxyType
 
+from grpo_rl.telemetry.metrics.metrics_file import Metrics
 from grpo_rl.telemetry.metrics.validation import shown_keys, validation_keys, validation_score
 from grpo_rl.telemetry.terminal.text import number, safe_text
 
@@ -26,8 +26,6 @@ FAILURES = {
     "failed_baselines": "without a greedy response to compare with",
     "broken_groups": "groups that compare nothing any more",
 }  # `reward/<key>` that count failed scores
-
-Metrics = Mapping[str, float]
 
 
 Piece = tuple[str, str]  # a part of a line, and its style

@@ -62,7 +62,7 @@ class Rank:
         self.model: Any = nn.Linear(3, 2)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0)
-        self.files = RankFiles(self.model, self.optimizer, scheduler, 0, WAIT_S)
+        self.files = RankFiles(self.model, (self.optimizer, scheduler), 0, WAIT_S)
 
     def train(self) -> None:
         """One optimizer step."""

@@ -87,11 +87,20 @@ def test_the_configuration_names_what_differs_and_the_commands_that_repeat_and_r
     assert found["resume"].endswith(f" {place}") and found["repeat"] == f"{found['resume']}_again"
 
 
-def test_small_runs_have_their_rollouts_in_the_page_and_large_ones_beside_it(tmp_path: Path) -> None:
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No run is small enough to have its rollouts in the page."""
+    monkeypatch.setattr(rollout_chunks, "INLINE_BYTES", 0)
+
+
+def test_small_runs_have_their_rollouts_in_the_page_and_large_ones_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = make_run(tmp_path)
     index, inlined = chunks_of(run, tmp_path / "files")
     assert inlined is not None and not (tmp_path / "files").exists()
-    assert chunks_of(run, tmp_path / "files", inline_bytes=0) == (index, None)
+    monkeypatch.setattr(rollout_chunks, "INLINE_BYTES", 0)
+    assert chunks_of(run, tmp_path / "files") == (index, None)
     for name, packed in inlined.items():
         assert read_chunk(tmp_path / "files", name) == unpack(packed)
     groups = unpack(inlined["rollouts_8_0"])
@@ -100,33 +109,32 @@ def test_small_runs_have_their_rollouts_in_the_page_and_large_ones_beside_it(tmp
 
 
 def test_only_new_steps_are_packed_again_and_steps_that_went_are_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, beside: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, folder = make_run(tmp_path), tmp_path / "files"
-    first, _ = chunks_of(run, folder, inline_bytes=0, keep=True)
+    first, _ = chunks_of(run, folder, keep=True)
     read: list[str] = []
     monkeypatch.setattr(rollout_chunks, "read_rollouts", lambda path: read.append(path.name) or read_rollouts(path))
-    assert chunks_of(run, folder, inline_bytes=0, keep=True)[0]["steps"] == first["steps"] and read == []
+    assert chunks_of(run, folder, keep=True)[0]["steps"] == first["steps"] and read == []
     # A resumed run writes its last step anew, without the one after it.
     (run / "rollouts/step_8.jsonl").unlink()
     records = (run / "rollouts/step_7.jsonl").read_text().splitlines()
     (run / "rollouts/step_7.jsonl").write_text("\n".join(records[:4]) + "\n")
-    index, _ = chunks_of(run, folder, inline_bytes=0, keep=True)
+    index, _ = chunks_of(run, folder, keep=True)
     assert read == ["step_7.jsonl"] and not (folder / "rollouts_8_0.js").exists()
     assert [one["num"] for one in index["steps"] if one["kind"] == "rollouts"] == [24] * 6 + [4]
 
 
-def test_a_damaged_step_and_a_damaged_index_cost_nothing_else(tmp_path: Path) -> None:
+def test_a_damaged_step_and_a_damaged_index_cost_nothing_else(tmp_path: Path, beside: None) -> None:
     run, folder = make_run(tmp_path), tmp_path / "files"
     (run / "rollouts/step_3.jsonl").write_text('{"prompt": "a"')
-    chunks_of(run, folder, inline_bytes=0)
+    chunks_of(run, folder)
     (folder / "index.js").write_text("__chunk(")
-    index, _ = chunks_of(run, folder, inline_bytes=0, keep=True)
+    index, _ = chunks_of(run, folder, keep=True)
     assert [one["step"] for one in index["steps"] if one["kind"] == "rollouts"] == [1, 2, 4, 5, 6, 7, 8]
 
 
-def test_scripts_that_came_with_a_folder_are_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_file, "INLINE_BYTES", 0)
+def test_scripts_that_came_with_a_folder_are_written_anew(tmp_path: Path, beside: None) -> None:
     run = make_run(tmp_path, num_steps=2)
     page_file.write_page([run])
     chunks = sorted((run / "page_files").glob("*.js"))

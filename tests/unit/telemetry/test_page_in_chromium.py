@@ -14,7 +14,7 @@ pytest.importorskip("websockets", reason="websockets is not installed, which tal
 from chromium import Tab, browser_path, chromium
 
 from grpo_rl.models.builtin import build_tokenizer
-from grpo_rl.telemetry.page import page_file
+from grpo_rl.telemetry.page import rollout_chunks
 from grpo_rl.telemetry.page.page_file import write_page
 from grpo_rl.telemetry.rollout_log import write_rollouts
 
@@ -247,7 +247,7 @@ def hostile(step: int, row: int, sample: int) -> str:
 def test_hostile_responses_are_shown_and_do_nothing(
     tab: Tab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inline_bytes: int
 ) -> None:
-    monkeypatch.setattr(page_file, "INLINE_BYTES", inline_bytes)
+    monkeypatch.setattr(rollout_chunks, "INLINE_BYTES", inline_bytes)
     run = make_run(tmp_path, num_steps=2, text=hostile)
     page = write_page([run])
     assert (run / "page_files").exists() == (inline_bytes == 0)

@@ -19,9 +19,10 @@ def answer(step: int, row: int, sample: int) -> str:
     return str(2 * row) if step > 4 and row != 101 else "\x1b[2Jseven"
 
 
-def test_first_and_last_values_and_samples_of_the_same_prompts(tmp_path: Path) -> None:
+def test_first_and_last_values_and_samples_of_the_same_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_rl.telemetry.report.NUM_SAMPLES", 6)
     run_dir = RunDir(make_run(tmp_path, text=answer))
-    report = final_report(run_dir, seconds=75, num_samples=6)
+    report = final_report(run_dir, seconds=75)
     lines = report.splitlines()
     assert lines[0].split() == ["Result", "before", "after", "change"]
     assert lines[1].split() == ["validation", "arithmetic/mean@1", "0.000", "0.833", "+0.833"]

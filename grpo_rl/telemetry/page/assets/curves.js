@@ -18,8 +18,7 @@ function curves(host) {
     refill(grid);
     const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
     const names = metricNames().filter((name) => words.every((word) => name.toLowerCase().includes(word)));
-    const groups = Map.groupBy ? Map.groupBy(names, groupOf) : grouped(names);
-    for (const [group, members] of groups) grid.append(curveGroup(group, members, words.length > 0));
+    for (const [group, members] of grouped(names, groupOf)) grid.append(curveGroup(group, members, words.length > 0));
     if (!names.length) grid.append(el('p', { className: 'muted' }, 'No metric has this name.'));
     const every = Math.max(...RUNS.map((one) => one.metrics.every));
     if (every > 1) grid.append(el('p', { className: 'muted' }, `Of these long curves every ${every}th step is drawn; metrics.jsonl has all of them.`));
@@ -29,12 +28,6 @@ function curves(host) {
 
 function groupOf(name) {
   return name.includes('/') ? name.split('/')[0] : 'other';
-}
-
-function grouped(names) {
-  const found = new Map();
-  for (const name of names) found.set(groupOf(name), [...(found.get(groupOf(name)) || []), name]);
-  return found;
 }
 
 const FIRST = ['reward', 'val', 'train', 'actor', 'critic', 'advantage', 'rollout', 'rollout_corr', 'response_length', 'timing_s', 'perf'];

@@ -67,11 +67,19 @@ function deviation(values) {
   return Math.sqrt(values.reduce((sum, value) => sum + (value - middle) ** 2, 0) / (values.length - 1));
 }
 
+function grouped(items, keyOf) {
+  const groups = new Map();
+  for (const item of items) {
+    const members = groups.get(keyOf(item));
+    if (members) members.push(item);
+    else groups.set(keyOf(item), [item]);
+  }
+  return groups;
+}
+
 // The groups of runs that differ in nothing but their seeds.
 function repeated() {
-  const bySetting = new Map();
-  for (const one of RUNS) bySetting.set(one.setting, [...(bySetting.get(one.setting) || []), one]);
-  return [...bySetting.values()].filter((members) => members.length > 1);
+  return [...grouped(RUNS, (one) => one.setting).values()].filter((members) => members.length > 1);
 }
 
 function ofSeeds(members) {

@@ -125,8 +125,7 @@ async function found(all, conditions, onProgress) {
   const wanted = text.toLowerCase();
   const kept = [];
   let done = 0;
-  const byChunk = new Map();
-  for (const group of groups) byChunk.set(group.chunk, [...(byChunk.get(group.chunk) || []), group]);
+  const byChunk = grouped(groups, (group) => group.chunk);
   for (const [name, members] of byChunk) {
     const texts = await all.chunk(name);
     for (const group of members) {
