@@ -24,8 +24,7 @@ from grpo_rl.errors import ConfigError
 from grpo_rl.frozen import frozen
 from grpo_rl.types import Counts
 
-MAX_LOG_WEIGHT = 20.0
-"""Logs of weights and ratios are cut to +-20 before exp, as in verl."""
+MAX_LOG_WEIGHT = 20.0  # logs of weights and ratios are cut to +-20 before exp, as in verl
 
 
 _BOUNDED_BY = {"token": "token_k1", "sequence": "seq_sum_k1"}
@@ -35,11 +34,9 @@ _BOUNDED_BY = {"token": "token_k1", "sequence": "seq_sum_k1"}
 class Rejection:
     """A bound; what lies outside is not trained: a token for `token_*`, the whole response for `seq_*`.
 
-    k1 bounds the ratio e^(Σ d), e^(mean d) or e^d; k2 = d²/2 and k3 = e^d - 1 - d have only an upper bound.
-    """
+    k1 bounds the ratio e^(Σ d), e^(mean d) or e^d; k2 = d²/2 and k3 = e^d - 1 - d have only an upper bound."""
 
-    mode: RejectionMode
-    """The quantity (each token, or a response's sum, mean or largest token) and its measure."""
+    mode: RejectionMode  # the quantity (each token, or a response's sum, mean or largest token) and its measure
     lower: float | None = None
     upper: float | None = None
 
@@ -60,8 +57,7 @@ class RolloutCorrection:
     """Without arguments it corrects nothing. Raises ConfigError with all problems."""
 
     rollout_is: Literal["token", "sequence"] | None = None
-    rollout_is_threshold: float | None = None
-    """Cut weights above; None needs a rejection that bounds them."""
+    rollout_is_threshold: float | None = None  # cut weights above; None needs a rejection that bounds them
     rollout_is_batch_normalize: bool = False
     rollout_rs: tuple[Rejection, ...] = ()
     bypass_mode: bool = False
@@ -127,8 +123,7 @@ class RolloutCorrection:
 
 @frozen
 class Correction:
-    weights_T: Tensor | None
-    """Float32; None without `rollout_is`."""
+    weights_T: Tensor | None  # float32; None without `rollout_is`
     trained_T: Tensor | None
     """None without `rollout_rs`. Other tokens leave every denominator."""
     metrics: dict[str, float]
@@ -145,7 +140,7 @@ def correct(settings: RolloutCorrection, old_logprobs_T: Tensor, rollout_logprob
         metrics[f"rollout_rs_{rejection.mode}_fraction"] = _mean((~inside_T).double())
         trained_T &= inside_T
     if settings.rollout_rs:
-        kept_N = kept_lengths(trained_T, segments.lengths_N)
+        kept_N = segments.sum(trained_T.double())
         metrics["rollout_rs_masked_fraction"] = _mean((~trained_T).double())
         metrics["rollout_rs_seq_masked_fraction"] = _mean((kept_N == 0)[segments.nonempty_N].double())
     weights_T = _weights(settings, d_T, trained_T, segments, metrics) if settings.rollout_is else None
@@ -156,10 +151,9 @@ def correct(settings: RolloutCorrection, old_logprobs_T: Tensor, rollout_logprob
 def mismatch_metrics(old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, segments: Segments) -> dict[str, float]:
     """Measure how far the engine's policy is from the trainer's. Log-ratios are cut to +-20 before exp.
 
-    `kl` and `k3_kl` estimate KL(engine || trainer) per token: the mean of -d and of e^d - 1 - d.
-    `log_ppl_diff` is the mean over responses of the mean of -d, `ppl_ratio` of its exponential. `chi2_token`
-    and `chi2_seq` are mean of squared weights - 1.
-    """
+    `kl` and `k3_kl` estimate KL(engine || trainer) per token: the mean of -d and of e^d - 1 - d. `log_ppl_diff` is the mean
+    over responses of the mean of -d, `ppl_ratio` of its exponential. `chi2_token` and `chi2_seq` are mean of squared weights
+    - 1."""
     d_T = old_logprobs_T.double() - rollout_logprobs_T.double()
     cut_T = d_T.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
     mean_N, sum_N = segments.mean(d_T)[segments.nonempty_N], segments.sum(d_T)[segments.nonempty_N]
@@ -191,10 +185,6 @@ def mismatch_shares(
     }
 
 
-def kept_lengths(trained_T: Tensor, lengths_N: Tensor) -> Tensor:
-    return Segments(lengths_N).sum(trained_T.double()).long()
-
-
 def _weights(
     settings: RolloutCorrection, d_T: Tensor, trained_T: Tensor, segments: Segments, metrics: dict[str, float]
 ) -> Tensor:
@@ -207,7 +197,7 @@ def _weights(
         if settings.rollout_is == "token":
             mean = _mean(weights_T[trained_T])
         else:
-            kept_N = kept_lengths(trained_T, segments.lengths_N)
+            kept_N = segments.sum(trained_T.double())
             # All kept tokens of a response have its weight, so their mean is it.
             sums_N = segments.sum(torch.where(trained_T, weights_T, 0.0))
             mean = _mean((sums_N / kept_N.clamp(min=1))[kept_N > 0])

@@ -15,9 +15,8 @@ from grpo_rl.config.schema.kinds import Epsilon, Factor
 from grpo_rl.registry import formula_by, needs
 
 Std = Literal["group", "batch", "batch_rewards", "none"]
-"""The divisor of deviations: the standard deviation (n - 1) of the rewards in the group, of the deviations in
-the whole batch (ScaleRL, arXiv 2510.13786), of the rewards in the whole batch (Lite PPO, arXiv
-2508.08221), or nothing."""
+"""The divisor of deviations: the standard deviation (n - 1) of the rewards in the group, of the deviations in the whole batch
+(ScaleRL, arXiv 2510.13786), of the rewards in the whole batch (Lite PPO, arXiv 2508.08221), or nothing."""
 
 
 def divided(formula: str, options: Mapping[str, Any]) -> str:
@@ -40,12 +39,10 @@ def grpo(inp: AdvantageInput, *, std: Std = "group", epsilon: Epsilon = 1e-6) ->
 
     Formula: A = (R - mean(R of group)) / (std(R of group) + epsilon)
 
-    DeepSeekMath (arXiv 2402.03300), section 4.1.2. For `std` see `Std`. A group of equal rewards gives
-    exactly 0.
-    """
+    DeepSeekMath (arXiv 2402.03300), section 4.1.2. For `std` see `Std`. A group of equal rewards gives exactly 0."""
     groups = Groups(inp.group_N)
     scores_N = inp.scores_N()
-    return _same_on_all_tokens(inp, _scaled(groups.deviation(scores_N), scores_N, groups, std, epsilon))
+    return _same_on_all_tokens(inp, scaled(scores_N, groups, std, epsilon))
 
 
 @ADVANTAGES.register("dr_grpo")
@@ -55,8 +52,7 @@ def dr_grpo(inp: AdvantageInput) -> RolloutAdvantages:
 
     Formula: A = R - mean(R of group)
 
-    Dr. GRPO (arXiv 2503.20783), section 3.2, which averages with a constant (`seq-mean-token-sum-norm`) too.
-    """
+    Dr. GRPO (arXiv 2503.20783), section 3.2, which averages with a constant (`seq-mean-token-sum-norm`) too."""
     return _same_on_all_tokens(inp, Groups(inp.group_N).deviation(inp.scores_N()))
 
 
@@ -67,8 +63,7 @@ def rloo(inp: AdvantageInput) -> RolloutAdvantages:
 
     Formula: A = R - mean(R of the others in the group) = n/(n - 1) (R - mean(R of group))
 
-    RLOO (arXiv 2402.14740), section 3. A group of one gives exactly 0.
-    """
+    RLOO (arXiv 2402.14740), section 3. A group of one gives exactly 0."""
     groups = Groups(inp.group_N)
     factor_N = groups.count_N / (groups.count_N - 1).clamp(min=1)
     return _same_on_all_tokens(inp, factor_N * groups.deviation(inp.scores_N()))
@@ -80,9 +75,8 @@ def rft(inp: AdvantageInput, *, threshold: Factor = 1.0) -> RolloutAdvantages:
 
     Formula: A = 1 where R >= threshold, else 0
 
-    Online rejection-sampling fine-tuning (DeepSeekMath, arXiv 2402.03300, appendix A.1.3), with the loss
-    `reinforce`. `threshold` is the least reward of a right answer.
-    """
+    Online rejection-sampling fine-tuning (DeepSeekMath, arXiv 2402.03300, appendix A.1.3), with the loss `reinforce`.
+    `threshold` is the least reward of a right answer."""
     return _same_on_all_tokens(inp, (inp.scores_N() >= threshold).double())
 
 
@@ -93,9 +87,7 @@ def opo(inp: AdvantageInput) -> RolloutAdvantages:
 
     Formula: A = R - Σ_group length R / Σ_group length
 
-    OPO (arXiv 2505.23585). A response without a token has weight 0. Equal rewards of all that have tokens
-    give exactly 0.
-    """
+    OPO (arXiv 2505.23585). A response without a token has weight 0. Equal rewards of all that have tokens give exactly 0."""
     groups = Groups(inp.group_N)
     scores_N, lengths_N = inp.scores_N(), inp.lengths_N.double()
     baseline_N = groups.sum(lengths_N * scores_N) / groups.sum(lengths_N).clamp(min=1)
@@ -114,13 +106,11 @@ def gpg(inp: AdvantageInput, *, std: Std = "none", epsilon: Epsilon = 1e-6) -> R
 
     Formula: A = α (R - mean(R of group)); α = rollouts / rollouts in groups with differing rewards
 
-    GPG (arXiv 2504.02546), section 2. `std` divides, as in `grpo`. A group of one counts as one without
-    signal.
-    """
+    GPG (arXiv 2504.02546), section 2. `std` divides, as in `grpo`. A group of one counts as one without signal."""
     groups = Groups(inp.group_N)
     scores_N = inp.scores_N()
     alpha = len(scores_N) / max(1, int((~groups.constant(scores_N)).sum()))
-    return _same_on_all_tokens(inp, alpha * _scaled(groups.deviation(scores_N), scores_N, groups, std, epsilon))
+    return _same_on_all_tokens(inp, alpha * scaled(scores_N, groups, std, epsilon))
 
 
 @ADVANTAGES.register("grpo_passk")
@@ -131,8 +121,7 @@ def grpo_passk(inp: AdvantageInput, *, std: Std = "group", epsilon: Epsilon = 1e
 
     Formula: A = (best - second best) / (std(R of group) + epsilon) on the best response, else 0
 
-    Pass@k training (arXiv 2503.19595). `std` as in `grpo`. Several best responses, or a group of one, give 0.
-    """
+    Pass@k training (arXiv 2503.19595). `std` as in `grpo`. Several best responses, or a group of one, give 0."""
     groups = Groups(inp.group_N)
     scores_N = inp.scores_N()
     best_N = scores_N == groups.highest(scores_N)
@@ -140,8 +129,7 @@ def grpo_passk(inp: AdvantageInput, *, std: Std = "group", epsilon: Epsilon = 1e
     leads_N = best_N & (groups.sum(best_N) == 1) & (groups.count_N > 1)
     # Not inf - inf in a group of one, which is then multiplied by nothing.
     lead_N = torch.where(leads_N, scores_N - second_N, 0.0)
-    divisor_N = _divisor(groups.deviation(scores_N), scores_N, groups, std, epsilon)
-    return _same_on_all_tokens(inp, lead_N / divisor_N)
+    return _same_on_all_tokens(inp, lead_N / _divisor(scores_N, groups, std, epsilon))
 
 
 @ADVANTAGES.register("gdpo")
@@ -154,10 +142,9 @@ def gdpo(
 
     Formula: A = s / (std(s of batch) + epsilon); s = Σ_parts weight (r - mean(r of group)) / (std(r of group) + epsilon)
 
-    GDPO (arXiv 2601.05242): a part with a small spread is not drowned by one with a large spread. `weights`
-    are 1 by default; `std` as in `grpo`. A part that is constant in a group adds exactly 0 there. Raises
-    ValueError for another number of weights than of parts.
-    """
+    GDPO (arXiv 2601.05242): a part with a small spread is not drowned by one with a large spread. `weights` are 1 by
+    default; `std` as in `grpo`. A part that is constant in a group adds exactly 0 there. Raises ValueError for another
+    number of weights than of parts."""
     parts_NP = inp.column("reward_parts_NP").double()
     weights = [1.0] * parts_NP.shape[1] if weights is None else list(weights)
     if len(weights) != parts_NP.shape[1]:
@@ -165,7 +152,7 @@ def gdpo(
     groups = Groups(inp.group_N)
     sum_N = torch.zeros(len(parts_NP), dtype=torch.float64)
     for weight, part_N in zip(weights, parts_NP.unbind(1), strict=True):
-        sum_N += weight * _scaled(groups.deviation(part_N), part_N, groups, std, epsilon)
+        sum_N += weight * scaled(part_N, groups, std, epsilon)
     return _same_on_all_tokens(inp, sum_N / (_sample_std(sum_N) + epsilon))
 
 
@@ -176,9 +163,8 @@ def reinforce_plus_plus_baseline(inp: AdvantageInput) -> RolloutAdvantages:
 
     Formula: A = whiten(R - mean(R of group)); whiten(x) = (x - mean) / sqrt(var + 1e-8), over all tokens of the batch
 
-    REINFORCE++ (arXiv 2501.03262), its form with a group baseline. Long responses weigh more in mean and
-    variance. Constant groups have distance 0, and whitening moves all distances by the same amount.
-    """
+    REINFORCE++ (arXiv 2501.03262), its form with a group baseline. Long responses weigh more in mean and variance. Constant
+    groups have distance 0, and whitening moves all distances by the same amount."""
     deviation_N = Groups(inp.group_N).deviation(inp.scores_N())
     lengths_N = inp.lengths_N.double()
     total = float(lengths_N.sum())
@@ -195,15 +181,15 @@ def _same_on_all_tokens(inp: AdvantageInput, advantages_N: Tensor) -> RolloutAdv
     return RolloutAdvantages(advantages_N=advantages_N.float(), lengths_N=inp.lengths_N)
 
 
-def _scaled(deviation_N: Tensor, scores_N: Tensor, groups: Groups, std: Std, epsilon: float) -> Tensor:
-    return deviation_N / _divisor(deviation_N, scores_N, groups, std, epsilon)
+def scaled(scores_N: Tensor, groups: Groups, std: Std, epsilon: float) -> Tensor:
+    return groups.deviation(scores_N) / _divisor(scores_N, groups, std, epsilon)
 
 
-def _divisor(deviation_N: Tensor, scores_N: Tensor, groups: Groups, std: Std, epsilon: float) -> Tensor:
+def _divisor(scores_N: Tensor, groups: Groups, std: Std, epsilon: float) -> Tensor:
     if std == "group":
-        return groups.std(deviation_N) + epsilon
+        return groups.std(groups.deviation(scores_N)) + epsilon
     if std == "batch":
-        return _sample_std(deviation_N) + epsilon
+        return _sample_std(groups.deviation(scores_N)) + epsilon
     if std == "batch_rewards":
         return _sample_std(scores_N - scores_N.mean()) + epsilon
     if std == "none":

@@ -1,9 +1,8 @@
 """Distillation: the policy π's distance to a teacher τ, as a negative advantage or as a loss of its own.
 
-A distance is an estimate by the token itself (`kl.py`), or a divergence over the teacher's top k tokens and
-all others as one. The advantage -k1 is that of "On-Policy Distillation" (Thinking Machines Lab, 2025);
-divergences are GKD's (arXiv 2306.13649). Everything is float64.
-"""
+A distance is an estimate by the token itself (`kl.py`), or a divergence over the teacher's top k tokens and all others as
+one. The advantage -k1 is that of "On-Policy Distillation" (Thinking Machines Lab, 2025); divergences are GKD's (arXiv
+2306.13649). Everything is float64."""
 
 from __future__ import annotations
 
@@ -22,14 +21,12 @@ from grpo_rl.errors import ConfigError
 from grpo_rl.frozen import frozen
 from grpo_rl.registry import Registry, coefficient_of, formula_of, options_of, own_options, shown
 
-Divergence = Callable[..., Tensor]
-"""(policy_logprobs_TK, teacher_logprobs_TK, *, <own options>) -> divergence_T"""
+Divergence = Callable[..., Tensor]  # (policy_logprobs_TK, teacher_logprobs_TK, *, <own options>) -> divergence_T
 
 DIVERGENCES: Registry[Divergence] = Registry(
     "divergence", "divergence(policy_logprobs_TK: Tensor, teacher_logprobs_TK: Tensor, *, option=default, ...) -> divergence_T"
 )
-LEAST_REST = 1e-6
-"""The least probability of all tokens outside of the top k together, for float32 log-probs."""
+LEAST_REST = 1e-6  # the least probability of all tokens outside of the top k together, for float32 log-probs
 NEVER = -1000.0
 
 
@@ -37,8 +34,7 @@ NEVER = -1000.0
 def forward_kl(policy_logprobs_TK: Tensor, teacher_logprobs_TK: Tensor) -> Tensor:
     """The teacher's divergence from the policy, which has to cover all that the teacher may say.
 
-    Formula: Σ_v τ_v (log τ_v - log π_v)
-    """
+    Formula: Σ_v τ_v (log τ_v - log π_v)"""
     return (teacher_logprobs_TK.exp() * (teacher_logprobs_TK - policy_logprobs_TK)).sum(-1)
 
 
@@ -46,8 +42,7 @@ def forward_kl(policy_logprobs_TK: Tensor, teacher_logprobs_TK: Tensor) -> Tenso
 def forward_kl_topk(policy_logprobs_TK: Tensor, teacher_logprobs_TK: Tensor) -> Tensor:
     """The forward KL's part of the teacher's top k, as in verl: not 0 at its minimum, below 0 in places.
 
-    Formula: Σ_{v in top k} τ_v (log τ_v - log π_v)
-    """
+    Formula: Σ_{v in top k} τ_v (log τ_v - log π_v)"""
     return forward_kl(policy_logprobs_TK[:, :-1], teacher_logprobs_TK[:, :-1])
 
 
@@ -55,8 +50,7 @@ def forward_kl_topk(policy_logprobs_TK: Tensor, teacher_logprobs_TK: Tensor) -> 
 def reverse_kl(policy_logprobs_TK: Tensor, teacher_logprobs_TK: Tensor) -> Tensor:
     """The policy's divergence from the teacher: what the policy says has to be likely to the teacher.
 
-    Formula: Σ_v π_v (log π_v - log τ_v)
-    """
+    Formula: Σ_v π_v (log π_v - log τ_v)"""
     return forward_kl(teacher_logprobs_TK, policy_logprobs_TK)
 
 
@@ -66,8 +60,7 @@ def jsd(policy_logprobs_TK: Tensor, teacher_logprobs_TK: Tensor, *, jsd_beta: Fr
 
     Formula: jsd_beta KL(τ, m) + (1 - jsd_beta) KL(π, m); m = jsd_beta τ + (1 - jsd_beta) π
 
-    A jsd_beta of 0 means KL(τ, π) and one of 1 KL(π, τ), as in TRL.
-    """
+    A jsd_beta of 0 means KL(τ, π) and one of 1 KL(π, τ), as in TRL."""
     if jsd_beta in (0.0, 1.0):
         return (reverse_kl if jsd_beta else forward_kl)(policy_logprobs_TK, teacher_logprobs_TK)
     shares = math.log1p(-jsd_beta), math.log(jsd_beta)
@@ -86,8 +79,7 @@ class Distillation:
     """The teacher's part of the objective. Raises ConfigError for unknown or contradictory settings."""
 
     loss_mode: str = "k1"
-    topk: int = 0
-    """Tokens that a divergence compares; -1: all, 0: an estimate by the sampled token."""
+    topk: int = 0  # tokens that a divergence compares; -1: all, 0: an estimate by the sampled token
     coef: float = 1.0
     task: bool = True
     as_advantage: bool = True

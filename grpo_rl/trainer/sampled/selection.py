@@ -18,11 +18,8 @@ FILTERS: Registry[Callable[[list[Rollout]], bool]] = Registry("group filter", "k
 
 
 class Selection:
-    """Draws prompts, and chooses the groups that are trained.
-
-    Dynamic sampling: DAPO, arXiv 2503.14476, section 3.2. Zero-variance filter and No-Positive-Resampling
-    (`data.retire_above`): ScaleRL, arXiv 2510.13786, section 3.
-    """
+    """Draws prompts, and chooses the groups that are trained. Dynamic sampling: DAPO, arXiv 2503.14476, section 3.2.
+    Zero-variance filter and No-Positive-Resampling (`data.retire_above`): ScaleRL, arXiv 2510.13786, section 3."""
 
     def __init__(self, config: Config, data: PromptDataset, factors: Mapping[str, float]) -> None:
         self.data, self.factors = data, factors
@@ -36,10 +33,8 @@ class Selection:
         self.sampler = make_row_order(config, data, self.retired.__contains__)
 
     def prompts(self, rows: Sequence[int] | None = None) -> list[tuple[int, Prompt]]:
-        """Return the next batch of prompts, or those of `rows`, each with its row.
-
-        Raises DataError for a row that cannot be used; the next draw then begins with the same rows.
-        """
+        """Return the next batch of prompts, or those of `rows`, each with its row. Raises DataError for a row that cannot be
+        used; the next draw then begins with the same rows."""
         with self.sampler.rewinding():
             drawn = self.sampler.next_batch() if rows is None else self.sampler.named(rows)
             return [(row, self.data.prompt(row, uid)) for row, uid in drawn]
@@ -49,29 +44,28 @@ class Selection:
         bound, curriculum = self.settings.retire_above, self.sampler if isinstance(self.sampler, Curriculum) else None
         if bound is None and curriculum is None:
             return
-        for uid, group in by_uid(with_reward(rollouts)).items():
-            values = [metric_of(rollout, self.settings.retire_metric, self.factors) for rollout in group]
-            passed = sum(value >= self.settings.retire_score for value in values)
-            if uid in rows and curriculum is not None:
-                curriculum.pass_rates[rows[uid]] = passed / len(values)
-            if uid in rows and bound is not None and passed >= bound * len(values):
+        for uid, group in by_uid([rollout for rollout in with_reward(rollouts) if rollout.prompt.uid in rows]).items():
+            metrics = (metric_of(rollout, self.settings.retire_metric, self.factors) for rollout in group)
+            passed = sum(metric >= self.settings.retire_score for metric in metrics)
+            if curriculum is not None:
+                curriculum.pass_rates[rows[uid]] = passed / len(group)
+            if bound is not None and passed >= bound * len(group):
                 self.retired.add(rows[uid])
 
     def choose(
         self, rollouts: Sequence[Rollout], draw_more: Callable[[], list[Rollout]], num_spared: int = 0
     ) -> tuple[list[Rollout], Metrics]:
-        """Return the rollouts with a reward of the groups to train, in the order of the draws; and metrics.
-
-        With refilling, `draw_more` returns the scored rollouts of further batches, until all groups but
-        `num_spared` have a signal. Raises DataError after `max_num_gen_batches`.
-        """
+        """Return the rollouts with a reward of the groups to train, in the order of the draws; and metrics. With refilling,
+        `draw_more` returns the scored rollouts of further batches, until all groups but `num_spared` have a signal. Raises
+        DataError after `max_num_gen_batches`."""
         if not self.filters.enable:
             return with_reward(rollouts), self._data_metrics()
         groups, num_groups, num_batches = self.with_signal(rollouts), len(by_uid(rollouts)), 1
         num_wanted = self.num_wanted - num_spared * self.refills
         while self.refills and len(groups) < num_wanted:
-            if num_batches == self.filters.max_num_gen_batches or self.exhausted:
-                retired = "; all other prompts are retired" if num_batches < self.filters.max_num_gen_batches else ""
+            is_last = num_batches == self.filters.max_num_gen_batches
+            if is_last or self.exhausted:
+                retired = "" if is_last else "; all other prompts are retired"
                 raise DataError(self.too_few(len(groups), num_groups, num_batches) + retired)
             rollouts = draw_more()
             groups += self.with_signal(rollouts)
@@ -92,15 +86,9 @@ class Selection:
     def _has_signal(self, group: list[Rollout]) -> bool:
         if self.keep is None:
             return len({metric_of(rollout, self.filters.metric, self.factors) for rollout in group}) > 1
-        is_kept = self.keep(group)
-        if is_kept is None:
+        if (is_kept := self.keep(group)) is None:
             raise FunctionError(f"group filter {self.filters.metric} returned None; it returns whether the group is trained")
         return bool(is_kept)
-
-    @property
-    def epoch(self) -> int:
-        """The epoch, from 0, of the prompts that were drawn last."""
-        return self.sampler.epoch
 
     @property
     def exhausted(self) -> bool:
@@ -133,10 +121,8 @@ class Selection:
 
 
 def metric_of(rollout: Rollout, name: str, factors: Mapping[str, float]) -> float:
-    """Return `score` (the weighted sum of the reward's parts), `seq_reward` (the reward itself), or a part by its name.
-
-    Raises RewardError for a part that this rollout's reward does not have.
-    """
+    """Return `score` (the weighted sum of the reward's parts), `seq_reward` (the reward itself), or a part by its name. Raises
+    RewardError for a part that this rollout's reward does not have."""
     if name == "seq_reward" or rollout.failure is not None:  # a fixed value has no parts
         assert rollout.reward is not None
         return rollout.reward
