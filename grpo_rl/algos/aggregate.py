@@ -1,8 +1,9 @@
 """Averaging: per-token values of one micro-batch in, its share of the global average out.
 
-Every mode divides by the counts of the whole optimizer step, in float64, so shares add up, and the gradient is the same for
-any split. A mode with `@needs("group_tokens")` is given the keyword `group_tokens_N`; its own options are keywords with
-defaults."""
+Every mode divides by the counts of the whole optimizer step, in float64, so shares add up, and the gradient
+is the same for any split. A mode with `@needs("group_tokens")` is given the keyword `group_tokens_N`; its own
+options are keywords with defaults.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def token_mean(values_T: Tensor, segments: Segments, counts: Counts) -> Tensor:
 
     Formula: 1/num_tokens Σ_tokens
 
-    DAPO (arXiv 2503.14476), section 3.3."""
+    DAPO (arXiv 2503.14476), section 3.3.
+    """
     return values_T.double().sum() / max(counts.num_tokens, 1)
 
 
@@ -37,7 +39,8 @@ def token_mean(values_T: Tensor, segments: Segments, counts: Counts) -> Tensor:
 def token_sum(values_T: Tensor, segments: Segments, counts: Counts) -> Tensor:
     """Sum over all trained tokens: the step grows with the batch.
 
-    Formula: Σ_tokens"""
+    Formula: Σ_tokens
+    """
     return values_T.double().sum()
 
 
@@ -45,7 +48,8 @@ def token_sum(values_T: Tensor, segments: Segments, counts: Counts) -> Tensor:
 def seq_mean_token_sum(values_T: Tensor, segments: Segments, counts: Counts) -> Tensor:
     """Mean over responses of the sum over each one's tokens.
 
-    Formula: 1/num_sequences Σ_responses Σ_tokens"""
+    Formula: 1/num_sequences Σ_responses Σ_tokens
+    """
     return values_T.double().sum() / max(counts.num_sequences, 1)
 
 
@@ -57,8 +61,9 @@ def seq_mean_token_sum_norm(
 
     Formula: 1/(num_sequences loss_scale_factor) Σ_responses Σ_tokens
 
-    Dr. GRPO (arXiv 2503.20783), section 3.1: the constant is the longest response that may be sampled. ValueError without
-    it."""
+    Dr. GRPO (arXiv 2503.20783), section 3.1: the constant is the longest response that may be sampled.
+    ValueError without it.
+    """
     if loss_scale_factor is None or not loss_scale_factor > 0:
         raise ValueError(f"loss_scale_factor={loss_scale_factor}: a number > 0, such as the longest response")
     return values_T.double().sum() / (max(counts.num_sequences, 1) * loss_scale_factor)
@@ -70,7 +75,8 @@ def seq_mean_token_mean(values_T: Tensor, segments: Segments, counts: Counts) ->
 
     Formula: 1/num_sequences Σ_responses 1/length Σ_tokens
 
-    GRPO as published: DeepSeekMath (arXiv 2402.03300), eq. 3."""
+    GRPO as published: DeepSeekMath (arXiv 2402.03300), eq. 3.
+    """
     return segments.mean(values_T.double()).sum() / max(counts.num_sequences, 1)
 
 
@@ -81,7 +87,8 @@ def prompt_mean(values_T: Tensor, segments: Segments, counts: Counts, *, group_t
 
     Formula: 1/num_groups Σ_prompts 1/(tokens of its responses) Σ_tokens
 
-    ScaleRL (arXiv 2510.13786), section 3. `group_tokens_N` counts over the whole mini-batch."""
+    ScaleRL (arXiv 2510.13786), section 3. `group_tokens_N` counts over the whole mini-batch.
+    """
     sums_N = segments.sum(values_T.double()) / group_tokens_N.clamp(min=1)
     return sums_N.sum() / max(counts.num_groups, 1)
 

@@ -34,7 +34,8 @@ _BOUNDED_BY = {"token": "token_k1", "sequence": "seq_sum_k1"}
 class Rejection:
     """A bound; what lies outside is not trained: a token for `token_*`, the whole response for `seq_*`.
 
-    k1 bounds the ratio e^(Σ d), e^(mean d) or e^d; k2 = d²/2 and k3 = e^d - 1 - d have only an upper bound."""
+    k1 bounds the ratio e^(Σ d), e^(mean d) or e^d; k2 = d²/2 and k3 = e^d - 1 - d have only an upper bound.
+    """
 
     mode: RejectionMode  # the quantity (each token, or a response's sum, mean or largest token) and its measure
     lower: float | None = None
@@ -151,9 +152,10 @@ def correct(settings: RolloutCorrection, old_logprobs_T: Tensor, rollout_logprob
 def mismatch_metrics(old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, segments: Segments) -> dict[str, float]:
     """Measure how far the engine's policy is from the trainer's. Log-ratios are cut to +-20 before exp.
 
-    `kl` and `k3_kl` estimate KL(engine || trainer) per token: the mean of -d and of e^d - 1 - d. `log_ppl_diff` is the mean
-    over responses of the mean of -d, `ppl_ratio` of its exponential. `chi2_token` and `chi2_seq` are mean of squared weights
-    - 1."""
+    `kl` and `k3_kl` estimate KL(engine || trainer) per token: the mean of -d and of e^d - 1 - d.
+    `log_ppl_diff` is the mean over responses of the mean of -d, `ppl_ratio` of its exponential. `chi2_token`
+    and `chi2_seq` are mean of squared weights - 1.
+    """
     d_T = old_logprobs_T.double() - rollout_logprobs_T.double()
     cut_T = d_T.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
     mean_N, sum_N = segments.mean(d_T)[segments.nonempty_N], segments.sum(d_T)[segments.nonempty_N]

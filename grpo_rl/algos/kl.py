@@ -1,9 +1,11 @@
-"""KL(policy || reference) per token: estimators from the sampled token, the full sum, and coefficient controllers.
+"""KL(policy || reference) per token: estimators from the sampled token, the full sum, and coefficient
+controllers.
 
-d = policy_logprobs - ref_logprobs of the sampled token; k1, k2, k3: Schulman, "Approximating KL Divergence" (2020).
-Everything is float64, except `full_kl`. The gradient of k1 or k3 is not that of the KL, because the samples depend on the
-policy too (Tang and Munos, arXiv 2506.09477); that of k2 is, on-policy. So the names with a `+` have a base's value and the
-gradient of k2."""
+d = policy_logprobs - ref_logprobs of the sampled token; k1, k2, k3: Schulman, "Approximating KL Divergence"
+(2020). Everything is float64, except `full_kl`. The gradient of k1 or k3 is not that of the KL, because the
+samples depend on the policy too (Tang and Munos, arXiv 2506.09477); that of k2 is, on-policy. So the names
+with a `+` have a base's value and the gradient of k2.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ def k1(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
 
     Formula: d; d = log π - log π_ref
 
-    Gradient: 1"""
+    Gradient: 1
+    """
     return policy_logprobs_T.double() - ref_logprobs_T.double()
 
 
@@ -55,7 +58,8 @@ def absolute(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
 
     Formula: |d|; d = log π - log π_ref
 
-    Gradient: sign(log π - log π_ref)"""
+    Gradient: sign(log π - log π_ref)
+    """
     return k1(policy_logprobs_T, ref_logprobs_T).abs()
 
 
@@ -65,7 +69,8 @@ def k2(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
 
     Formula: d²/2; d = log π - log π_ref
 
-    Gradient: log π - log π_ref"""
+    Gradient: log π - log π_ref
+    """
     return 0.5 * k1(policy_logprobs_T, ref_logprobs_T).square()
 
 
@@ -77,8 +82,9 @@ def k3(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
 
     Gradient: 1 - π_ref/π, but 0 where a bound acts
 
-    DeepSeekMath (arXiv 2402.03300), eq. 4; the clamps are verl's. An infinite difference is not clamped: what has broken
-    down must not look like a distance of 10."""
+    DeepSeekMath (arXiv 2402.03300), eq. 4; the clamps are verl's. An infinite difference is not clamped: what
+    has broken down must not look like a distance of 10.
+    """
     d_T = k1(policy_logprobs_T, ref_logprobs_T)
     x_T = -d_T.clamp(-20.0, 20.0)
     return torch.where(d_T.isinf(), d_T.abs(), (torch.expm1(x_T) - x_T).clamp(0.0, 10.0))
@@ -105,14 +111,16 @@ for _names in (("kl", "k1"), ("abs",), ("mse", "k2"), ("low_var_kl", "k3")):
 @KL_ESTIMATORS.register("k3_unbiased")
 @needs("old_logprobs")
 def k3_unbiased(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor, *, old_logprobs_T: Tensor) -> Tensor:
-    """k3 weighted by the ratio to the policy that sampled: value and gradient are the KL's, however old the samples are.
+    """k3 weighted by the ratio to the policy that sampled: value and gradient are the KL's, however old the
+    samples are.
 
     Formula: r (e^x - x - 1); x = log π_ref - log π, r = π / π_old, whose gradient is r d ∇log π; d = -x
 
     Gradient: r (log π - log π_ref)
 
-    DeepSeek-V3.2 (arXiv 2512.02556), section 3.1. The gradient is taken in that form, because the derivatives of the two
-    factors cancel in floating point; log r is cut to ±20 and x above at 20 in the value alone."""
+    DeepSeek-V3.2 (arXiv 2512.02556), section 3.1. The gradient is taken in that form, because the derivatives
+    of the two factors cancel in floating point; log r is cut to ±20 and x above at 20 in the value alone.
+    """
     ratio_T = k1(policy_logprobs_T.detach(), old_logprobs_T.detach()).clamp(-20.0, 20.0).exp()
     x_T = (-k1(policy_logprobs_T.detach(), ref_logprobs_T)).clamp(max=20.0)
     k2_T = k2(policy_logprobs_T, ref_logprobs_T)
@@ -124,7 +132,9 @@ def full_kl(policy_logits_TV: Tensor, ref_logits_TV: Tensor) -> Tensor:
 
     Formula: Σ_v π_v (log π_v - log π_ref,v)
 
-    A token with logit -inf in the policy contributes 0. Callers pass chunks: the work space is a few times [T, V]."""
+    A token with logit -inf in the policy contributes 0. Callers pass chunks: the work space is a few times
+    [T, V].
+    """
     dtype = torch.promote_types(policy_logits_TV.dtype, torch.float32)
     policy_logprobs_TV = policy_logits_TV.to(dtype).log_softmax(-1)
     ref_logprobs_TV = ref_logits_TV.to(dtype).log_softmax(-1)

@@ -30,7 +30,8 @@ Options = tuple[tuple[str, Any], ...]
 class Objective:
     """agg(policy loss) - entropy_coeff agg(entropy) + kl_loss_coef agg(KL), and perhaps a teacher's term.
 
-    Unknown names and options raise ConfigError."""
+    Unknown names and options raise ConfigError.
+    """
 
     loss_mode: str = "vanilla"
     loss_agg_mode: str = "token-mean"
@@ -146,11 +147,12 @@ class Objective:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return this micro-batch's share of the global loss, and its share of the statistics.
 
-        Shares add up over micro-batches and ranks. `counts` are those of the trained tokens of the whole mini-batch.
-        `entropy_coeff` comes with `adaptive_entropy`, and only then.
+        Shares add up over micro-batches and ranks. `counts` are those of the trained tokens of the whole
+        mini-batch. `entropy_coeff` comes with `adaptive_entropy`, and only then.
 
-        Statistics are 0-d float64 tensors: `sum/x` is a sum over tokens (divide by the global number of tokens), `share/x`
-        adds up by itself, of `max/x` take the largest."""
+        Statistics are 0-d float64 tensors: `sum/x` is a sum over tokens (divide by the global number of
+        tokens), `share/x` adds up by itself, of `max/x` take the largest.
+        """
         taught = self.distillation
         if taught is not None and taught.as_advantage:
             inputs = replace(inputs, advantages_T=taught.advantages_T(inputs))

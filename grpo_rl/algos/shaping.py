@@ -8,11 +8,13 @@ from torch import Tensor
 
 
 def overlong_penalty(lengths_N: Tensor, max_length: int, buffer: int, penalty_factor: float = 1.0) -> Tensor:
-    """Return the float32 term of each response's reward: 0 up to `max_length - buffer` tokens, then falling to -penalty_factor.
+    """Return the float32 term of each response's reward: 0 up to `max_length - buffer` tokens, then falling
+    to -penalty_factor.
 
     Formula: penalty_factor · clip(((max_length - buffer) - length) / buffer, -1, 0)
 
-    Soft overlong punishment: DAPO (arXiv 2503.14476), eq. 13, for a buffer from 1 to `max_length`."""
+    Soft overlong punishment: DAPO (arXiv 2503.14476), eq. 13, for a buffer from 1 to `max_length`.
+    """
     over_N = (max_length - buffer - lengths_N.double()) / buffer
     return (penalty_factor * over_N.clamp(-1.0, 0.0)).float()
 
@@ -20,8 +22,9 @@ def overlong_penalty(lengths_N: Tensor, max_length: int, buffer: int, penalty_fa
 class AdaptiveEntropy:
     """An entropy coefficient that rises while the entropy is below its target, and acts only then.
 
-    c <- max(0, c + step · sign(target - H)); the coefficient is c if H <= target, else 0: Skywork-OR1 (arXiv 2505.22312),
-    section 3.2. H is the mean entropy per trained token of the step before, in nats."""
+    c <- max(0, c + step · sign(target - H)); the coefficient is c if H <= target, else 0: Skywork-OR1 (arXiv
+    2505.22312), section 3.2. H is the mean entropy per trained token of the step before, in nats.
+    """
 
     def __init__(self, target_entropy: float, step: float, initial: float = 0.0) -> None:
         self.target_entropy = target_entropy

@@ -4,11 +4,12 @@ The ways of AReaL (arXiv 2505.24298, section 5) and of PipelineRL (arXiv 2509.19
 token is more than `trainer.asynchronous.max_staleness` versions older than the weights that it trains. Every prompt is trained
 exactly once, however long its responses take; with max_staleness=0 the weights are those of `sync`, bit for bit.
 
-Every group has a *deadline*: the last version of the weights at which it may be trained. A version trains one batch. So, of
-the groups with a deadline up to d, this batch must hold all that the later batches up to d cannot; the trainer waits for
-them, however long they are. The other places go to the groups that ended first. No group is trained too late if it was asked
-for within the bound (`room`): the deadlines can be met when they are given, and every batch keeps that so (earliest deadline
-first is optimal for one machine, Liu and Layland, JACM 20, 1973, section 7)."""
+Every group has a *deadline*: the last version of the weights at which it may be trained. A version trains one batch. So, of the
+groups with a deadline up to d, this batch must hold all that the later batches up to d cannot; the trainer waits for them, however
+long they are. The other places go to the groups that ended first. No group is trained too late if it was asked for within the
+bound (`room`): the deadlines can be met when they are given, and every batch keeps that so (earliest deadline first is optimal
+for one machine, Liu and Layland, JACM 20, 1973, section 7).
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def train(s: Session) -> None:
 
 def choose(ready: Sequence[int], waiting: Iterable[int], version: int, batch_size: int) -> list[int] | None:
     """Return the places, ascending, in `ready` of the groups to train in the batch of `version`; None while it is too early.
-    `ready` are deadlines, in the order in which groups became ready, `waiting` those of all groups that are not trained yet."""
+
+    `ready` are deadlines, in the order in which groups became ready, `waiting` those of all groups that are not trained yet.
+    """
     if len(ready) < batch_size:
         return None
     chosen: set[int] = set()

@@ -1,7 +1,8 @@
 """`iterate`: in every iteration the reference becomes the policy, the reward model learns, then the policy learns from it.
-DeepSeekMath (arXiv 2402.03300), section 4.1.4 and Algorithm 1: the reward model is trained on samples of the newest policy with
-a replay of historical data. Here its steps open the iteration instead of closing it, so that the last ones are not made for
-nothing."""
+
+DeepSeekMath (arXiv 2402.03300), section 4.1.4 and Algorithm 1: the reward model is trained on samples of the newest policy with a
+replay of historical data. Here its steps open the iteration instead of closing it, so that the last ones are not made for nothing.
+"""
 
 from __future__ import annotations
 

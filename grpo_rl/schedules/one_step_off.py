@@ -12,8 +12,10 @@ if TYPE_CHECKING:
 
 @samples_ahead(versions=1)
 def train(s: Session) -> None:
-    """Train every batch by the policy after the one that sampled it, the first one by its own. A batch is sampled as a whole
-    with the same weights, whatever the timing."""
+    """Train every batch by the policy after the one that sampled it, the first one by its own.
+
+    A batch is sampled as a whole with the same weights, whatever the timing.
+    """
     batch_size = s.config.data.train_batch_size
     for step in s.steps():
         if not s.num_in_flight:  # nothing was sampled beside an earlier training

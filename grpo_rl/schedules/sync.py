@@ -9,9 +9,11 @@ if TYPE_CHECKING:
 
 
 def train(s: Session) -> None:
-    """GRPO (DeepSeekMath, arXiv 2402.03300, Algorithm 1) and its kin. With a critic it is PPO (arXiv 1707.06347, Algorithm 1),
-    with `filter_groups` DAPO (arXiv 2503.14476, Algorithm 1), and with a loss over pairs online DPO (arXiv 2402.04792): the
-    best and the worst response of each group."""
+    """GRPO (DeepSeekMath, arXiv 2402.03300, Algorithm 1) and its kin.
+
+    With a critic it is PPO (arXiv 1707.06347, Algorithm 1), with `filter_groups` DAPO (arXiv 2503.14476, Algorithm 1), and
+    with a loss over pairs online DPO (arXiv 2402.04792): the best and the worst response of each group.
+    """
     for step in s.steps():
         s.sync_weights()
         rollouts = s.score(s.sample(s.next_prompts()))

@@ -1,6 +1,9 @@
-"""The groups that a session samples ahead. Which are trained follows from the order of the draws and the schedule, never from
-length. With `filter_groups.refill` groups are scored in another thread as they end, and one without a signal gives its place to
-a further prompt."""
+"""The groups that a session samples ahead.
+
+Which are trained follows from the order of the draws and the schedule, never from length. With
+`filter_groups.refill` groups are scored in another thread as they end, and one without a signal gives its
+place to a further prompt.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,9 @@ Choose = Callable[[Sequence[Group], Sequence[Group], int], list[Group] | None]
 
 
 class InFlight:
-    """The groups between draw and training, whose prompts a checkpoint has: a resumed run asks for them again."""
+    """The groups between draw and training, whose prompts a checkpoint has: a resumed run asks for them
+    again.
+    """
 
     def __init__(self, session: Session) -> None:
         self.session, self.selection = session, session.selection
@@ -71,9 +76,11 @@ class InFlight:
         self._idle_s = 0.0
 
     def top_up(self) -> None:
-        """Draw prompts and ask for their responses, as many as there is room for and the steps left train. Raises DataError for
-        a row that cannot be used, and if too few groups have a signal, unless the batch of the step was taken: the next step
-        meets the same row."""
+        """Draw prompts and ask for their responses, as many as there is room for and the steps left train.
+
+        Raises DataError for a row that cannot be used, and if too few groups have a signal, unless the batch
+        of the step was taken: the next step meets the same row.
+        """
         session, refills = self.session, self.selection.refills
         steps_left = session.total_steps - session.step + 1 - self.has_taken
         num_wanted, num_groups = min(self.room, steps_left * self.batch_size), len(self.groups)

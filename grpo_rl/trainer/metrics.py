@@ -39,8 +39,10 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:
 
 
 def failure_metrics(rollouts: Sequence[Rollout]) -> Metrics:
-    """Return how many rewards failed in which way, and how many rollouts are not trained for it. `reward/failed_baselines`
-    counts prompts, `reward/broken_groups` groups with less than two responses left."""
+    """Return how many rewards failed in which way, and how many rollouts are not trained for it.
+
+    `reward/failed_baselines` counts prompts, `reward/broken_groups` groups with less than two responses left.
+    """
     failures = [rollout.failure or "" for rollout in rollouts]
     counts = {f"reward/{name}": sum(failure.endswith(end) for failure in failures) for name, end in FAILURES.items()}
     counts["reward/dropped"] = sum(not is_trained(rollout) for rollout in rollouts)
@@ -56,7 +58,9 @@ def failure_metrics(rollouts: Sequence[Rollout]) -> Metrics:
 
 
 def episode_metrics(rollouts: Sequence[Rollout]) -> Metrics:
-    """Counts are per episode, `episode/truncated_*` and `episode/failed` shares, `env/NAME` means of last values."""
+    """Counts are per episode, `episode/truncated_*` and `episode/failed` shares, `env/NAME` means of last
+    values.
+    """
     episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
     if not episodes:
         return {}

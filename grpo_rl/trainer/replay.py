@@ -127,8 +127,10 @@ class PairReplay(Replay):
         self.share, self.seed = share, seed
 
     def draw(self, num_new: int, iteration: int, step: int) -> list[Sequence[Rollout]]:
-        """Return pairs of earlier iterations, as far as there are any, that make up `share` of a batch. Number, rounded at random, and
-        choice follow from seed and step."""
+        """Return pairs of earlier iterations, as far as there are any, that make up `share` of a batch.
+
+        Number, rounded at random, and choice follow from seed and step.
+        """
         pairs, rng = [pair.rollouts for pair in self.kept if pair.since < iteration], np.random.default_rng([self.seed, step])
         num_drawn = min(int(num_new * self.share / (1.0 - self.share) + rng.random()), len(pairs))
         if not num_drawn:
@@ -144,9 +146,12 @@ class PairReplay(Replay):
 
 
 class GroupReplay(Replay):
-    """The groups with rare successes of the last steps, to be trained in place of those without a signal. A group keeps its
-    rewards, and so its advantages, and its sampler's log-probs, which ratio and clip compare with. RLEP (arXiv 2507.07451) and
-    ARPO (arXiv 2505.16282) replay successes; here whole groups, for a bounded time."""
+    """The groups with rare successes of the last steps, to be trained in place of those without a signal.
+
+    A group keeps its rewards, and so its advantages, and its sampler's log-probs, which ratio and clip
+    compare with. RLEP (arXiv 2507.07451) and ARPO (arXiv 2505.16282) replay successes; here whole groups, for
+    a bounded time.
+    """
 
     file = "replayed_groups.jsonl"
 
@@ -161,7 +166,9 @@ class GroupReplay(Replay):
         return sorted(groups, key=lambda group: -group.since)[: self.most]
 
     def fill(self, trained: Sequence[Rollout], step: int) -> tuple[list[Rollout], Metrics]:
-        """Return the groups to train, kept ones, the newest first, in place of those without a signal; and metrics."""
+        """Return the groups to train, kept ones, the newest first, in place of those without a signal; and
+        metrics.
+        """
         groups = list(by_uid(trained).values())
         useful = [group for group in groups if _has_signal(group)]
         replayed = self.of_step(step)[: max(0, self.batch_size - len(useful))]

@@ -164,8 +164,11 @@ class RunLoop:
         self._end_step()
 
     def _check_finite(self, metrics: Metrics) -> None:
-        """Write what was trained to `nonfinite_step_N.jsonl` if a role left out an update that was not finite. Raises DivergedError
-        after more such steps in a row than `trainer.max_nonfinite_steps`."""
+        """Write what was trained to `nonfinite_step_N.jsonl` if a role left out an update that was not
+        finite.
+
+        Raises DivergedError after more such steps in a row than `trainer.max_nonfinite_steps`.
+        """
         left_out = [key.removesuffix("/nonfinite") for key, share in metrics.items() if key.endswith("/nonfinite") and share]
         self._nonfinite_in_a_row = self._nonfinite_in_a_row + 1 if left_out else 0
         log = ""

@@ -169,15 +169,20 @@ class Session:
         return self.rollout.version
 
     def next_prompts(self, rows: Sequence[int] | None = None) -> list[Prompt]:
-        """Return the next `data.train_batch_size` prompts, or those of the training data's `rows` (numbers from 0 on). Raises
-        DataError for a row that cannot be used, ValueError for one that is not there."""
+        """Return the next `data.train_batch_size` prompts, or those of the training data's `rows` (numbers from 0 on).
+
+        Raises DataError for a row that cannot be used, ValueError for one that is not there.
+        """
         drawn = self.selection.prompts(rows)
         self._row_of |= {prompt.uid: row for row, prompt in drawn}
         return [prompt for _, prompt in drawn]
 
     def sample(self, prompts: Sequence[Prompt], n: int | None = None, sampling: Sampling | None = None) -> list[Rollout]:
-        """Return n responses to each prompt (`rollout.n`, if None), ordered by prompt, and begin to score them. A greedy
-        response follows if the estimator needs one. `rollout.function` makes the rollouts unless n or the sampling are given.
+        """Return n responses to each prompt (`rollout.n`, if None), ordered by prompt, and begin to score
+        them.
+
+        A greedy response follows if the estimator needs one. `rollout.function` makes the rollouts unless n
+        or the sampling are given.
         """
         function = self.config.rollout.function
         if function is not None and n is None and sampling is None:
@@ -208,10 +213,13 @@ class Session:
         return with_baselines(rollouts)
 
     def select(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Return the rollouts with a reward of the groups that `algorithm.filter_groups` keeps. With `filter_groups.refill`
-        further prompts are sampled until `data.train_batch_size` groups have a signal; raises DataError after
-        `max_num_gen_batches`. With a loss over pairs: the best and the worst of each group. With `algorithm.replay`: earlier
-        groups in place of those without a signal. Raises WeightVersionError for a token older than the schedule declared."""
+        """Return the rollouts with a reward of the groups that `algorithm.filter_groups` keeps.
+
+        With `filter_groups.refill` further prompts are sampled until `data.train_batch_size` groups have a
+        signal; raises DataError after `max_num_gen_batches`. With a loss over pairs: the best and the worst
+        of each group. With `algorithm.replay`: earlier groups in place of those without a signal. Raises
+        WeightVersionError for a token older than the schedule declared.
+        """
         if self.selection.refills and self.flight.has_taken:
             trained, metrics = with_reward(rollouts), self.flight.refilling
         else:
@@ -245,8 +253,11 @@ class Session:
         return len(self.flight.requested())
 
     def submit(self, num_groups: int, *, in_order: bool = True) -> None:
-        """Ask for groups until `num_groups` are in flight, or as many as the steps left train. `in_order`: batches take the
-        first groups that were drawn. Raises DataError as `next_prompts` and `select`."""
+        """Ask for groups until `num_groups` are in flight, or as many as the steps left train.
+
+        `in_order`: batches take the first groups that were drawn. Raises DataError as `next_prompts` and
+        `select`.
+        """
         if (function := self.config.rollout.function) is not None:
             raise ValueError(
                 f"submit() samples single responses, and rollout.function={function} makes whole batches: use sample()"
@@ -255,9 +266,11 @@ class Session:
         self.flight.top_up()
 
     def completed(self, choose: Choose | None = None) -> list[Rollout]:
-        """Wait for a batch of the groups in flight, and return their responses in the order of the draws. `choose(ready, asked,
-        size)` is called whenever a group has ended, and returns `size` of the ready groups, or None to wait; without it a batch
-        has the first groups that were drawn."""
+        """Wait for a batch of the groups in flight, and return their responses in the order of the draws.
+
+        `choose(ready, asked, size)` is called whenever a group has ended, and returns `size` of the ready
+        groups, or None to wait; without it a batch has the first groups that were drawn.
+        """
         with self._timer("wait_for_rollouts"):
             groups = self.flight.take(choose)
         if not self.selection.refills:  # otherwise they were noted when they were judged
@@ -269,9 +282,12 @@ class Session:
         self.flight.finish()
 
     def train_beside_sampling(self, rollouts: Sequence[Rollout]) -> Metrics:
-        """Return what `train` returns, done in a thread, while what is in flight is sampled. That thread alone uses the ranks
-        then. A replica that comes back meanwhile gets its weights afterwards: the ranks would hand out new ones under the old
-        version, or meet in different collectives. Raises ValueError for a schedule that has not declared it."""
+        """Return what `train` returns, done in a thread, while what is in flight is sampled.
+
+        That thread alone uses the ranks then. A replica that comes back meanwhile gets its weights
+        afterwards: the ranks would hand out new ones under the old version, or meet in different collectives.
+        Raises ValueError for a schedule that has not declared it.
+        """
         if not self.overlaps:
             raise ValueError(
                 "train_beside_sampling() is for a schedule that declares how old its tokens may be: put "
@@ -307,7 +323,9 @@ class Session:
 
     def logprobs(self, batch: Batch, of: Literal["old", "reference", "teacher"] | None = None) -> Batch:
         """Return the batch with `old_logprobs_T`, `ref_logprobs_T` or `teacher_logprobs_T` of its trained tokens, in nats.
-        None: those that the configuration needs. Raises ValueError for a role that it does not have."""
+
+        None: those that the configuration needs. Raises ValueError for a role that it does not have.
+        """
         if of is None:
             batch = batch if self.rows is not None else self.logprobs(batch, "old")
             batch = batch if self.roles.reference is None else self.logprobs(batch, "reference")
@@ -333,8 +351,10 @@ class Session:
             return self.roles.critic.values(batch)
 
     def advantages(self, batch: Batch) -> Batch:
-        """Return the batch with advantages by `algorithm.adv_estimator`, without the tokens that are not to be trained. Pairs
-        are trained whole and have none. Raises DivergedError for log-probs that are not finite."""
+        """Return the batch with advantages by `algorithm.adv_estimator`, without the tokens that are not to be trained.
+
+        Pairs are trained whole and have none. Raises DivergedError for log-probs that are not finite.
+        """
         with self._timer("adv"):
             distillation = self.objective.distillation
             if self.compares:
@@ -354,16 +374,21 @@ class Session:
         return trained
 
     def update(self, batch: Batch) -> Metrics:
-        """Take all optimizer steps of actor and critic (epochs x mini-batches), and return their metrics. The actor takes none
-        in the first `trainer.critic_warmup` steps. Raises ValueError for a batch without advantages."""
+        """Take all optimizer steps of actor and critic (epochs x mini-batches), and return their metrics.
+
+        The actor takes none in the first `trainer.critic_warmup` steps. Raises ValueError for a batch without
+        advantages.
+        """
         if self._parts_of is not None:
             raise ValueError("update() after forward_backward(): optim_step() takes the step of its gradients first")
         return self._of_trained("update", batch)
 
     def forward_backward(self, batch: Batch, whole: Batch | None = None) -> None:
-        """Add the gradient of a batch, or of a part of the `whole` one (`whole.select([0, 1, ...])`); `optim_step` takes the
-        step. The loss is averaged over the whole, so that its parts have the gradient that `update` has on a mini-batch of it.
-        Raises ValueError for parts of different batches, and for a loss that looks at all of a mini-batch at once."""
+        """Add the gradient of a batch, or of a part of the `whole` one (`whole.select([0, 1, ...])`); `optim_step` takes the step.
+
+        The loss is averaged over the whole, so that its parts have the gradient that `update` has on a mini-batch of it. Raises
+        ValueError for parts of different batches, and for a loss that looks at all of a mini-batch at once.
+        """
         counts = (batch if whole is None else whole).counts()
         if self._parts_of not in (None, counts):
             raise ValueError(
@@ -425,8 +450,10 @@ class Session:
         return metrics
 
     def evaluate(self) -> Metrics:
-        """Return metrics of the present weights on the validation rows and prompts; empty without any. Responses go to
-        `val/step_N.jsonl`. In iterated training the reward of the rules is measured."""
+        """Return metrics of the present weights on the validation rows and prompts; empty without any.
+
+        Responses go to `val/step_N.jsonl`. In iterated training the reward of the rules is measured.
+        """
         metrics, timings, console = dict[str, float](), dict[str, float](), self.output.console
         if self.rows is not None and "val" in self.rows.sets:
             with self.progress.timed("testing", timings):

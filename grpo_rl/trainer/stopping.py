@@ -30,10 +30,13 @@ INTERRUPTED_CODE, PREEMPTED_CODE = 130, 75
 
 
 class Stop:
-    """A request to stop from outside, and the time left to follow it. After the first signal a step that will end in time is
-    finished; a longer one is left if possible, by raising Preempted in the main thread. After the grace period, or a second
-    SIGINT, the process ends. The handler runs between any two lines of the main thread, which may hold any lock, so that
-    another thread prints for it."""
+    """A request to stop from outside, and the time left to follow it.
+
+    After the first signal a step that will end in time is finished; a longer one is left if possible, by
+    raising Preempted in the main thread. After the grace period, or a second SIGINT, the process ends. The
+    handler runs between any two lines of the main thread, which may hold any lock, so that another thread
+    prints for it.
+    """
 
     def __init__(
         self,

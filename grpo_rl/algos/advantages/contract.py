@@ -90,10 +90,12 @@ def reads_token_rewards(needs: frozenset[str]) -> bool:
 
 
 def token_rewards(rewards_N: Tensor, lengths_N: Tensor, kl_T: Tensor | None = None, kl_coef: float = 0.0) -> Tensor:
-    """Return the float32 reward of every token: r_t = outcome [t is the response's last token] - kl_coef * kl_t.
+    """Return the float32 reward of every token: r_t = outcome [t is the response's last token] - kl_coef *
+    kl_t.
 
-    InstructGPT (arXiv 2203.02155), section 3.5; Ziegler et al. (arXiv 1909.08593), section 2. Raises ValueError for an
-    outcome that is not finite."""
+    InstructGPT (arXiv 2203.02155), section 3.5; Ziegler et al. (arXiv 1909.08593), section 2. Raises
+    ValueError for an outcome that is not finite.
+    """
     check_rewards(rewards_N)
     rewards_T = torch.zeros(int(lengths_N.sum())) if kl_T is None else -kl_coef * kl_T.double()
     filled_N = lengths_N > 0

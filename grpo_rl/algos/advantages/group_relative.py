@@ -39,7 +39,9 @@ def grpo(inp: AdvantageInput, *, std: Std = "group", epsilon: Epsilon = 1e-6) ->
 
     Formula: A = (R - mean(R of group)) / (std(R of group) + epsilon)
 
-    DeepSeekMath (arXiv 2402.03300), section 4.1.2. For `std` see `Std`. A group of equal rewards gives exactly 0."""
+    DeepSeekMath (arXiv 2402.03300), section 4.1.2. For `std` see `Std`. A group of equal rewards gives
+    exactly 0.
+    """
     groups = Groups(inp.group_N)
     scores_N = inp.scores_N()
     return _same_on_all_tokens(inp, scaled(scores_N, groups, std, epsilon))
@@ -52,7 +54,8 @@ def dr_grpo(inp: AdvantageInput) -> RolloutAdvantages:
 
     Formula: A = R - mean(R of group)
 
-    Dr. GRPO (arXiv 2503.20783), section 3.2, which averages with a constant (`seq-mean-token-sum-norm`) too."""
+    Dr. GRPO (arXiv 2503.20783), section 3.2, which averages with a constant (`seq-mean-token-sum-norm`) too.
+    """
     return _same_on_all_tokens(inp, Groups(inp.group_N).deviation(inp.scores_N()))
 
 
@@ -63,7 +66,8 @@ def rloo(inp: AdvantageInput) -> RolloutAdvantages:
 
     Formula: A = R - mean(R of the others in the group) = n/(n - 1) (R - mean(R of group))
 
-    RLOO (arXiv 2402.14740), section 3. A group of one gives exactly 0."""
+    RLOO (arXiv 2402.14740), section 3. A group of one gives exactly 0.
+    """
     groups = Groups(inp.group_N)
     factor_N = groups.count_N / (groups.count_N - 1).clamp(min=1)
     return _same_on_all_tokens(inp, factor_N * groups.deviation(inp.scores_N()))
@@ -75,8 +79,9 @@ def rft(inp: AdvantageInput, *, threshold: Factor = 1.0) -> RolloutAdvantages:
 
     Formula: A = 1 where R >= threshold, else 0
 
-    Online rejection-sampling fine-tuning (DeepSeekMath, arXiv 2402.03300, appendix A.1.3), with the loss `reinforce`.
-    `threshold` is the least reward of a right answer."""
+    Online rejection-sampling fine-tuning (DeepSeekMath, arXiv 2402.03300, appendix A.1.3), with the loss
+    `reinforce`. `threshold` is the least reward of a right answer.
+    """
     return _same_on_all_tokens(inp, (inp.scores_N() >= threshold).double())
 
 
@@ -87,7 +92,9 @@ def opo(inp: AdvantageInput) -> RolloutAdvantages:
 
     Formula: A = R - Σ_group length R / Σ_group length
 
-    OPO (arXiv 2505.23585). A response without a token has weight 0. Equal rewards of all that have tokens give exactly 0."""
+    OPO (arXiv 2505.23585). A response without a token has weight 0. Equal rewards of all that have tokens
+    give exactly 0.
+    """
     groups = Groups(inp.group_N)
     scores_N, lengths_N = inp.scores_N(), inp.lengths_N.double()
     baseline_N = groups.sum(lengths_N * scores_N) / groups.sum(lengths_N).clamp(min=1)
@@ -106,7 +113,9 @@ def gpg(inp: AdvantageInput, *, std: Std = "none", epsilon: Epsilon = 1e-6) -> R
 
     Formula: A = α (R - mean(R of group)); α = rollouts / rollouts in groups with differing rewards
 
-    GPG (arXiv 2504.02546), section 2. `std` divides, as in `grpo`. A group of one counts as one without signal."""
+    GPG (arXiv 2504.02546), section 2. `std` divides, as in `grpo`. A group of one counts as one without
+    signal.
+    """
     groups = Groups(inp.group_N)
     scores_N = inp.scores_N()
     alpha = len(scores_N) / max(1, int((~groups.constant(scores_N)).sum()))
@@ -121,7 +130,8 @@ def grpo_passk(inp: AdvantageInput, *, std: Std = "group", epsilon: Epsilon = 1e
 
     Formula: A = (best - second best) / (std(R of group) + epsilon) on the best response, else 0
 
-    Pass@k training (arXiv 2503.19595). `std` as in `grpo`. Several best responses, or a group of one, give 0."""
+    Pass@k training (arXiv 2503.19595). `std` as in `grpo`. Several best responses, or a group of one, give 0.
+    """
     groups = Groups(inp.group_N)
     scores_N = inp.scores_N()
     best_N = scores_N == groups.highest(scores_N)
@@ -142,9 +152,10 @@ def gdpo(
 
     Formula: A = s / (std(s of batch) + epsilon); s = Σ_parts weight (r - mean(r of group)) / (std(r of group) + epsilon)
 
-    GDPO (arXiv 2601.05242): a part with a small spread is not drowned by one with a large spread. `weights` are 1 by
-    default; `std` as in `grpo`. A part that is constant in a group adds exactly 0 there. Raises ValueError for another
-    number of weights than of parts."""
+    GDPO (arXiv 2601.05242): a part with a small spread is not drowned by one with a large spread. `weights`
+    are 1 by default; `std` as in `grpo`. A part that is constant in a group adds exactly 0 there. Raises
+    ValueError for another number of weights than of parts.
+    """
     parts_NP = inp.column("reward_parts_NP").double()
     weights = [1.0] * parts_NP.shape[1] if weights is None else list(weights)
     if len(weights) != parts_NP.shape[1]:
@@ -163,8 +174,9 @@ def reinforce_plus_plus_baseline(inp: AdvantageInput) -> RolloutAdvantages:
 
     Formula: A = whiten(R - mean(R of group)); whiten(x) = (x - mean) / sqrt(var + 1e-8), over all tokens of the batch
 
-    REINFORCE++ (arXiv 2501.03262), its form with a group baseline. Long responses weigh more in mean and variance. Constant
-    groups have distance 0, and whitening moves all distances by the same amount."""
+    REINFORCE++ (arXiv 2501.03262), its form with a group baseline. Long responses weigh more in mean and
+    variance. Constant groups have distance 0, and whitening moves all distances by the same amount.
+    """
     deviation_N = Groups(inp.group_N).deviation(inp.scores_N())
     lengths_N = inp.lengths_N.double()
     total = float(lengths_N.sum())

@@ -27,11 +27,12 @@ def unwhitened(formula: str, options: Mapping[str, Any]) -> str:
 def gae(inp: AdvantageInput, *, gamma: Fraction = 1.0, lam: Fraction = 1.0, whiten: bool = True) -> AdvantageOutput:
     """The critic's temporal differences, summed with decay, then whitened over the batch.
 
-    Formula: A = whiten(Σ_l (γ λ)^l δ_(t+l)); δ_t = r_t + γ V_(t+1) - V_t, V after the last token = 0; γ = gamma, λ = lam;
-    whiten(x) = (x - mean) / sqrt(var + 1e-8), over all tokens of the batch
+    Formula: A = whiten(Σ_l (γ λ)^l δ_(t+l)); δ_t = r_t + γ V_(t+1) - V_t, V after the last token = 0;
+    γ = gamma, λ = lam; whiten(x) = (x - mean) / sqrt(var + 1e-8), over all tokens of the batch
 
-    GAE (arXiv 1506.02438), eq. 16; PPO (arXiv 1707.06347), eq. 11. returns = unwhitened A + V. Equal differences give
-    exactly 0."""
+    GAE (arXiv 1506.02438), eq. 16; PPO (arXiv 1707.06347), eq. 11. returns = unwhitened A + V. Equal
+    differences give exactly 0.
+    """
     values_T = inp.column("values_T")
     advantages_T, returns_T = torch.empty(len(values_T)), torch.empty(len(values_T))
     for lot in blockwise.lots(inp.lengths_N):
@@ -49,9 +50,11 @@ def gae(inp: AdvantageInput, *, gamma: Fraction = 1.0, lam: Fraction = 1.0, whit
 def reinforce_plus_plus(inp: AdvantageInput, *, gamma: Fraction = 1.0) -> AdvantageOutput:
     """The discounted reward to go of each token, whitened over the batch.
 
-    Formula: A = whiten(Σ_l γ^l r_(t+l)); γ = gamma; whiten(x) = (x - mean) / sqrt(var + 1e-8), over all tokens of the batch
+    Formula: A = whiten(Σ_l γ^l r_(t+l)); γ = gamma; whiten(x) = (x - mean) / sqrt(var + 1e-8), over all tokens of the
+    batch
 
-    REINFORCE++ (arXiv 2501.03262). returns are the unwhitened sums. Equal sums give exactly 0."""
+    REINFORCE++ (arXiv 2501.03262). returns are the unwhitened sums. Equal sums give exactly 0.
+    """
     returns_T = torch.empty(len(inp.token_rewards_T))
     for lot in blockwise.lots(inp.lengths_N):
         lot.write(blockwise.suffix_sums(lot.rows(inp.token_rewards_T), gamma), returns_T)
@@ -65,7 +68,8 @@ def remax(inp: AdvantageInput) -> AdvantageOutput:
 
     Formula: A = Σ_l r_(t+l) - R(greedy response)
 
-    ReMax (arXiv 2310.10505), algorithm 1. One response per prompt is enough."""
+    ReMax (arXiv 2310.10505), algorithm 1. One response per prompt is enough.
+    """
     baselines_N = inp.column("baselines_N").double()
     advantages_T, returns_T = torch.empty(len(inp.token_rewards_T)), torch.empty(len(inp.token_rewards_T))
     for lot in blockwise.lots(inp.lengths_N):
@@ -86,10 +90,11 @@ def grpo_process(
     Formula: A = Σ_{steps of the response that end at or after the token} γ^k (r - mean(r of group)) / (std(r of group) +
     epsilon); k = 0, 1, ... counts these steps; γ = gamma
 
-    DeepSeekMath (arXiv 2402.03300), section 4.1.3. Mean and sample standard deviation (n - 1) are over all step rewards of
-    the group together; `std="none"` leaves the division out. Tokens after the last step have 0. One step, or equal step
-    rewards, give exactly 0. γ discounts by steps, which are turns in episodes; the paper has 1. Raises ValueError for a step
-    that ends outside the token axis."""
+    DeepSeekMath (arXiv 2402.03300), section 4.1.3. Mean and sample standard deviation (n - 1) are over all
+    step rewards of the group together; `std="none"` leaves the division out. Tokens after the last step have
+    0. One step, or equal step rewards, give exactly 0. γ discounts by steps, which are turns in episodes; the
+    paper has 1. Raises ValueError for a step that ends outside the token axis.
+    """
     if std not in ("group", "none"):
         raise ValueError(f"std={std!r}: group or none")
     steps = Steps(inp, gamma)
@@ -114,15 +119,17 @@ def gigpo(
     mode: Literal["mean_norm", "mean_std_norm"] = "mean_norm",
     epsilon: Epsilon = 1e-6,
 ) -> AdvantageOutput:
-    """The episode's distance to its group's mean, and that of what a turn leads to among all turns in the same state.
+    """The episode's distance to its group's mean, and that of what a turn leads to among all turns in the
+    same state.
 
-    Formula: A = R - mean(R of group) + step_advantage_w (G_t - mean(G of the group's turns in t's state)); G_t = Σ_k γ^k
-    r_(t+k), r of turns; γ = gamma
+    Formula: A = R - mean(R of group) + step_advantage_w (G_t - mean(G of the group's turns in t's state));
+    G_t = Σ_k γ^k r_(t+k), r of turns; γ = gamma
 
-    GiGPO (arXiv 2505.10978), section 4. A group is the episodes of one prompt; its turns that begin in equal states are
-    compared, whenever they were taken. `mode=mean_std_norm` divides both deviations by the sample standard deviation (n -
-    1), plus epsilon. A state that only one turn has adds exactly 0. R is not discounted. Raises ValueError for a step that
-    ends outside the token axis."""
+    GiGPO (arXiv 2505.10978), section 4. A group is the episodes of one prompt; its turns that begin in equal
+    states are compared, whenever they were taken. `mode=mean_std_norm` divides both deviations by the sample
+    standard deviation (n - 1), plus epsilon. A state that only one turn has adds exactly 0. R is not
+    discounted. Raises ValueError for a step that ends outside the token axis.
+    """
     steps = Steps(inp, gamma)
     episode_N, turn_K = episode_and_turn(inp, steps, mode, epsilon)
     return steps.on_tokens(episode_N[steps.rollout_K] + step_advantage_w * turn_K, episode_N)

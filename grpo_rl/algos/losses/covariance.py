@@ -1,8 +1,9 @@
 """Losses that hold back the few tokens whose update would cost the most entropy.
 
-To first order a step lowers the policy's entropy by the covariance of log-probability and advantage (Cui et al., arXiv
-2505.22617). It is taken once over the whole mini-batch, with π_old in place of π, so that the loss does not depend on
-micro-batches; in the first update π_old is π, as in the paper."""
+To first order a step lowers the policy's entropy by the covariance of log-probability and advantage (Cui et
+al., arXiv 2505.22617). It is taken once over the whole mini-batch, with π_old in place of π, so that the loss
+does not depend on micro-batches; in the first update π_old is π, as in the paper.
+"""
 
 from __future__ import annotations
 
@@ -58,12 +59,13 @@ def largest(
 def clip_cov(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0.2) -> TokenLoss:
     """PPO's clipped loss, without the chosen tokens.
 
-    Formula: max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), but 0 on a few random tokens with clip_cov_lb < (A - mean A)
-    (log π_old - mean log π_old) < clip_cov_ub; r = π / π_old
+    Formula: max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), but 0 on a few random tokens with
+    clip_cov_lb < (A - mean A) (log π_old - mean log π_old) < clip_cov_ub; r = π / π_old
 
     Gradient: r A, but 0 on the tokens left out, and where A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low
 
-    Clip-Cov (arXiv 2505.22617), section 4.2. There is no dual clip."""
+    Clip-Cov (arXiv 2505.22617), section 4.2. There is no dual clip.
+    """
     selected_T = inputs.column("selected_T")
     loss_T, stats = clipped(inputs.log_ratio_T(), inputs.advantages_T, clip_low, clip_high)
     return TokenLoss(torch.where(selected_T, 0.0, loss_T), {**stats, "cov_selected": selected_T.double()})
@@ -74,12 +76,13 @@ def clip_cov(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0.2
 def kl_cov(inputs: LossInput, *, ppo_kl_coef: Coefficient = 0.1) -> TokenLoss:
     """The unclipped surrogate, with a penalty on moving the chosen tokens.
 
-    Formula: -A r, and + ppo_kl_coef |log π - log π_old| on the tokens of largest (A - mean A) (log π_old - mean log π_old); r =
-    π / π_old
+    Formula: -A r, and + ppo_kl_coef |log π - log π_old| on the tokens of largest (A - mean A) (log π_old - mean log π_old);
+    r = π / π_old
 
     Gradient: r A, and - ppo_kl_coef sign(log π - log π_old) on those tokens
 
-    KL-Cov (arXiv 2505.22617), section 4.2. There are no clip bounds."""
+    KL-Cov (arXiv 2505.22617), section 4.2. There are no clip bounds.
+    """
     selected_T, log_ratio_T = inputs.column("selected_T"), inputs.log_ratio_T()
     ratio_T = log_ratio_T.exp()
     penalty_T = torch.where(selected_T, ppo_kl_coef * log_ratio_T.abs(), 0.0)

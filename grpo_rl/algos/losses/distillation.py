@@ -1,8 +1,9 @@
 """Distillation: the policy π's distance to a teacher τ, as a negative advantage or as a loss of its own.
 
-A distance is an estimate by the token itself (`kl.py`), or a divergence over the teacher's top k tokens and all others as
-one. The advantage -k1 is that of "On-Policy Distillation" (Thinking Machines Lab, 2025); divergences are GKD's (arXiv
-2306.13649). Everything is float64."""
+A distance is an estimate by the token itself (`kl.py`), or a divergence over the teacher's top k tokens and
+all others as one. The advantage -k1 is that of "On-Policy Distillation" (Thinking Machines Lab, 2025);
+divergences are GKD's (arXiv 2306.13649). Everything is float64.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ NEVER = -1000.0
 def forward_kl(policy_logprobs_TK: Tensor, teacher_logprobs_TK: Tensor) -> Tensor:
     """The teacher's divergence from the policy, which has to cover all that the teacher may say.
 
-    Formula: Σ_v τ_v (log τ_v - log π_v)"""
+    Formula: Σ_v τ_v (log τ_v - log π_v)
+    """
     return (teacher_logprobs_TK.exp() * (teacher_logprobs_TK - policy_logprobs_TK)).sum(-1)
 
 
@@ -42,7 +44,8 @@ def forward_kl(policy_logprobs_TK: Tensor, teacher_logprobs_TK: Tensor) -> Tenso
 def forward_kl_topk(policy_logprobs_TK: Tensor, teacher_logprobs_TK: Tensor) -> Tensor:
     """The forward KL's part of the teacher's top k, as in verl: not 0 at its minimum, below 0 in places.
 
-    Formula: Σ_{v in top k} τ_v (log τ_v - log π_v)"""
+    Formula: Σ_{v in top k} τ_v (log τ_v - log π_v)
+    """
     return forward_kl(policy_logprobs_TK[:, :-1], teacher_logprobs_TK[:, :-1])
 
 
@@ -50,7 +53,8 @@ def forward_kl_topk(policy_logprobs_TK: Tensor, teacher_logprobs_TK: Tensor) -> 
 def reverse_kl(policy_logprobs_TK: Tensor, teacher_logprobs_TK: Tensor) -> Tensor:
     """The policy's divergence from the teacher: what the policy says has to be likely to the teacher.
 
-    Formula: Σ_v π_v (log π_v - log τ_v)"""
+    Formula: Σ_v π_v (log π_v - log τ_v)
+    """
     return forward_kl(teacher_logprobs_TK, policy_logprobs_TK)
 
 
@@ -60,7 +64,8 @@ def jsd(policy_logprobs_TK: Tensor, teacher_logprobs_TK: Tensor, *, jsd_beta: Fr
 
     Formula: jsd_beta KL(τ, m) + (1 - jsd_beta) KL(π, m); m = jsd_beta τ + (1 - jsd_beta) π
 
-    A jsd_beta of 0 means KL(τ, π) and one of 1 KL(π, τ), as in TRL."""
+    A jsd_beta of 0 means KL(τ, π) and one of 1 KL(π, τ), as in TRL.
+    """
     if jsd_beta in (0.0, 1.0):
         return (reverse_kl if jsd_beta else forward_kl)(policy_logprobs_TK, teacher_logprobs_TK)
     shares = math.log1p(-jsd_beta), math.log(jsd_beta)

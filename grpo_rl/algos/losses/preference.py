@@ -135,7 +135,8 @@ def ipo(inputs: LossInput, *, beta: Beta = 0.1, reference_free: bool = False, le
 
     Gradient: ± 2 (1/(2·beta) - h); + on chosen, - on rejected tokens
 
-    IPO (arXiv 2310.12036), eq. 17, whose tau is `beta`. TRL takes `length_normalised`."""
+    IPO (arXiv 2310.12036), eq. 17, whose tau is `beta`. TRL takes `length_normalised`.
+    """
     ratio_N, pairs = _log_ratios(inputs, reference_free, length_normalised)
     loss_P = (_difference(ratio_N, pairs) - 0.5 / beta).square()
     return _loss_over_pairs(inputs, loss_P, beta * ratio_N, pairs)
@@ -154,8 +155,9 @@ def dpo_hinge(
 
     Gradient: ± beta where h·beta < 1, else 0; + on chosen, - on rejected tokens
 
-    SLiC-HF (arXiv 2305.10425), eq. 2, with the margin to the reference as TRL and RSO (arXiv 2309.06657) have it; the
-    paper's own loss is `reference_free`, with delta = 1/beta, times beta."""
+    SLiC-HF (arXiv 2305.10425), eq. 2, with the margin to the reference as TRL and RSO (arXiv 2309.06657) have
+    it; the paper's own loss is `reference_free`, with delta = 1/beta, times beta.
+    """
     ratio_N, pairs = _log_ratios(inputs, reference_free, length_normalised)
     loss_P = (1.0 - beta * _difference(ratio_N, pairs)).clamp(min=0.0)
     return _loss_over_pairs(inputs, loss_P, beta * ratio_N, pairs)
@@ -170,7 +172,8 @@ def simpo(inputs: LossInput, *, beta: Beta = 2.0, gamma: Coefficient = 1.0) -> T
 
     Gradient: ± beta/|y| sigmoid(gamma - beta (m(chosen) - m(rejected))); + on chosen, - on rejected tokens
 
-    SimPO (arXiv 2405.14734), eq. 6; section 4: beta in 2.0 to 2.5, gamma (TRL's `simpo_gamma`) 0.3 to 1.6."""
+    SimPO (arXiv 2405.14734), eq. 6; section 4: beta in 2.0 to 2.5, gamma (TRL's `simpo_gamma`) 0.3 to 1.6.
+    """
     mean_N, pairs = _log_ratios(inputs, reference_free=True, length_normalised=True)
     loss_P = -logsigmoid(beta * _difference(mean_N, pairs) - gamma)
     return _loss_over_pairs(inputs, loss_P, beta * mean_N, pairs)
@@ -206,11 +209,12 @@ def kto(
     Formula: desirable_weight (1 - sigmoid(beta (l - z))) where desirable, else undesirable_weight (1 - sigmoid(beta (z - l)));
     l = log π(y|x) - log π_ref(y|x), z = max(0, mean of l over mismatched rows)
 
-    Gradient: ± w beta s (1 - s), s = sigmoid(beta (l - z)); w = desirable_weight and + on desirable tokens, else
-    undesirable_weight and -
+    Gradient: ± w beta s (1 - s), s = sigmoid(beta (l - z)); w = desirable_weight and + on desirable tokens, else undesirable_weight and -
 
-    KTO (arXiv 2402.01306), eq. 8, as in TRL: z is over the whole batch, of each prompt with the answer of the row after it.
-    Section 4.2 keeps desirable_weight times the number of desirable rows in 1 to 4/3 of the others'."""
+    KTO (arXiv 2402.01306), eq. 8, as in TRL: z is over the whole batch, of each prompt with the answer of the
+    row after it. Section 4.2 keeps desirable_weight times the number of desirable rows in 1 to 4/3 of the
+    others'.
+    """
     ratio_N = _log_ratio_N(inputs, reference_free=False, length_normalised=False)
     desirable_N, kl_N = inputs.column("chosen_N"), inputs.column("kl_N").double()
     sign_N = torch.where(desirable_N, 1.0, -1.0).double()

@@ -13,9 +13,10 @@ def bradley_terry(
 
     Formula: -log sigmoid(r_w - r_l - margin) + center_coef (r_w + r_l)²
 
-    Bradley and Terry (1952); InstructGPT (arXiv 2203.02155), eq. 1. The margin, larger for pairs that are easier to tell
-    apart, is Llama 2's (arXiv 2307.09288), eq. 2. The second term, of Eisenstein et al. (arXiv 2312.09244), eq. 2, pulls the
-    scores' mean to 0: 0.01 is usual."""
+    Bradley and Terry (1952); InstructGPT (arXiv 2203.02155), eq. 1. The margin, larger for pairs that are
+    easier to tell apart, is Llama 2's (arXiv 2307.09288), eq. 2. The second term, of Eisenstein et al. (arXiv
+    2312.09244), eq. 2, pulls the scores' mean to 0: 0.01 is usual.
+    """
     chosen_P, rejected_P = chosen_P.double(), rejected_P.double()
     difference_P = chosen_P - rejected_P
     loss_P = -logsigmoid(difference_P if margin_P is None else difference_P - margin_P.double())
@@ -35,8 +36,10 @@ def step_classification(scores_K: Tensor, labels_K: Tensor) -> tuple[Tensor, dic
 
     Formula: -y log sigmoid(s) - (1 - y) log sigmoid(-s)
 
-    Lightman et al. (arXiv 2305.20050), section 2.6; Math-Shepherd (arXiv 2312.08935), eq. 2. Labels are 0 and 1, or the
-    share of completions from this step on that were right (its eq. 4). Raises ValueError for labels outside of 0 to 1."""
+    Lightman et al. (arXiv 2305.20050), section 2.6; Math-Shepherd (arXiv 2312.08935), eq. 2. Labels are 0 and
+    1, or the share of completions from this step on that were right (its eq. 4). Raises ValueError for labels
+    outside of 0 to 1.
+    """
     labels_K = labels_K.double()
     if bool(((labels_K < 0) | (labels_K > 1)).any()) or not bool(labels_K.isfinite().all()):
         raise ValueError("labels of steps must lie in 0 to 1")

@@ -18,7 +18,8 @@ def reinforce(inputs: LossInput) -> TokenLoss:
 
     Gradient: A
 
-    Williams (1992), "Simple statistical gradient-following algorithms"; the loss of GPG (arXiv 2504.02546)."""
+    Williams (1992), "Simple statistical gradient-following algorithms"; the loss of GPG (arXiv 2504.02546).
+    """
     loss_T = -inputs.advantages_T.double() * inputs.policy_logprobs_T.double()
     return TokenLoss(loss_T, {"ppo_kl": -inputs.log_ratio_T().detach()})
 
@@ -31,7 +32,8 @@ def sft(inputs: LossInput) -> TokenLoss:
 
     Gradient: 1
 
-    Supervised fine-tuning, as in DeepSeekMath (arXiv 2402.03300), appendix A.1.1. It reads no advantages."""
+    Supervised fine-tuning, as in DeepSeekMath (arXiv 2402.03300), appendix A.1.1. It reads no advantages.
+    """
     return TokenLoss(-inputs.policy_logprobs_T.double())
 
 
@@ -44,8 +46,9 @@ def cispo(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0.2) -
 
     Gradient: clip(r, 1 - clip_low, 1 + clip_high) A
 
-    CISPO: MiniMax-M1 (arXiv 2506.13585), section 3.1; sg stops the gradient. The upper bound is 1 + clip_high, as in verl;
-    TRL takes it as the bound itself."""
+    CISPO: MiniMax-M1 (arXiv 2506.13585), section 3.1; sg stops the gradient. The upper bound is 1 +
+    clip_high, as in verl; TRL takes it as the bound itself.
+    """
     log_ratio_T = inputs.log_ratio_T().detach()
     ratio_T = log_ratio_T.exp()
     weight_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high)
@@ -59,13 +62,14 @@ def cispo(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0.2) -
 def topr(inputs: LossInput, *, negative_low: Taper = 0.0, negative_high: Taper = 1.0) -> TokenLoss:
     """REINFORCE whose responses of negative advantage are weighted by their tapered ratio.
 
-    Formula: -sg(w) A log π; w = 1 where A >= 0, else clip(s, negative_low, negative_high); s = exp(mean over the response of
-    log π / π_old)
+    Formula: -sg(w) A log π; w = 1 where A >= 0, else clip(s, negative_low, negative_high);
+    s = exp(mean over the response of log π / π_old)
 
     Gradient: A where A >= 0, else clip(s, negative_low, negative_high) A
 
-    TOPR (arXiv 2503.14286), section 3, with the mean log-ratio of the response as in verl; sg stops the gradient. A response
-    that has become unlikely is not pushed down further."""
+    TOPR (arXiv 2503.14286), section 3, with the mean log-ratio of the response as in verl; sg stops the
+    gradient. A response that has become unlikely is not pushed down further.
+    """
     ratio_T = inputs.segments.broadcast(inputs.mean_log_ratio_N().detach()).exp()
     advantages_T = inputs.advantages_T.double()
     weight_T = torch.where(advantages_T < 0, ratio_T.clamp(negative_low, negative_high), torch.ones_like(ratio_T))
@@ -83,7 +87,8 @@ def sapo(inputs: LossInput, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.05
 
     Gradient: 4 r A σ (1 - σ); σ = sigmoid(τ (r - 1))
 
-    SAPO (arXiv 2511.20347)."""
+    SAPO (arXiv 2511.20347).
+    """
     advantages_T = inputs.advantages_T.double()
     log_ratio_T = inputs.log_ratio_T()
     ratio_T = log_ratio_T.exp()
@@ -96,15 +101,17 @@ def sapo(inputs: LossInput, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.05
 @POLICY_LOSSES.register("dppo_tv")
 @by_advantage
 def dppo_tv(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0.2, max_ratio: Positive = 20.0) -> TokenLoss:
-    """REINFORCE weighted by the ratio, without tokens whose probability has moved far in the paying direction.
+    """REINFORCE weighted by the ratio, without tokens whose probability has moved far in the paying
+    direction.
 
-    Formula: -sg(min(r, max_ratio)) A log π, but 0 where A > 0 and π - π_old > clip_high, or A <= 0 and π - π_old < -clip_low; r
-    = π / π_old
+    Formula: -sg(min(r, max_ratio)) A log π, but 0 where A > 0 and π - π_old > clip_high, or A <= 0 and π - π_old < -clip_low;
+    r = π / π_old
 
     Gradient: min(r, max_ratio) A, but 0 where A > 0 and π - π_old > clip_high, or A <= 0 and π - π_old < -clip_low
 
-    DPPO with binary total variation (arXiv 2602.04879); sg stops the gradient. The clip bounds are differences of
-    probabilities. verl takes clip_ratio_c (3) for `max_ratio`."""
+    DPPO with binary total variation (arXiv 2602.04879); sg stops the gradient. The clip bounds are
+    differences of probabilities. verl takes clip_ratio_c (3) for `max_ratio`.
+    """
     difference_T = inputs.policy_logprobs_T.detach().double().exp() - inputs.old_T().double().exp()
     return _divergence_masked(inputs, difference_T > clip_high, difference_T < -clip_low, max_ratio)
 
@@ -114,12 +121,13 @@ def dppo_tv(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0.2,
 def dppo_kl(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0.2, max_ratio: Positive = 20.0) -> TokenLoss:
     """The loss of `dppo_tv` with a bound on the divergence between "this token" and "another one".
 
-    Formula: -sg(min(r, max_ratio)) A log π, but 0 where A > 0, π > π_old and D > clip_high, or A <= 0, π < π_old and D >
-    clip_low; D = π_old log(π_old / π) + (1 - π_old) log((1 - π_old) / (1 - π)), r = π / π_old
+    Formula: -sg(min(r, max_ratio)) A log π, but 0 where A > 0, π > π_old and D > clip_high, or A <= 0, π < π_old and D > clip_low;
+    D = π_old log(π_old / π) + (1 - π_old) log((1 - π_old) / (1 - π)), r = π / π_old
 
     Gradient: min(r, max_ratio) A, but 0 where A > 0, π > π_old and D > clip_high, or A <= 0, π < π_old and D > clip_low
 
-    DPPO with binary KL (arXiv 2602.04879); sg stops the gradient. The clip bounds are divergences in nats."""
+    DPPO with binary KL (arXiv 2602.04879); sg stops the gradient. The clip bounds are divergences in nats.
+    """
     policy_T, old_T = inputs.policy_logprobs_T.detach().double(), inputs.old_T().double()
     divergence_T = _binary_kl(old_T, policy_T)
     too_likely_T = (divergence_T > clip_high) & (policy_T > old_T)
@@ -135,8 +143,9 @@ def dro(inputs: LossInput, *, dro_beta: Coefficient = 0.1) -> TokenLoss:
 
     Gradient: A - dro_beta (log π - log π_old)
 
-    Direct reward optimisation (arXiv 2405.19107) with the advantage in place of reward minus value. The pull bounds the
-    step, so the log-ratio is not cut."""
+    Direct reward optimisation (arXiv 2405.19107) with the advantage in place of reward minus value. The pull
+    bounds the step, so the log-ratio is not cut.
+    """
     policy_T = inputs.policy_logprobs_T.double()
     difference_T = policy_T - inputs.old_T().double()
     loss_T = -inputs.advantages_T.double() * policy_T + 0.5 * dro_beta * difference_T.square()

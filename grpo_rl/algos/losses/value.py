@@ -13,8 +13,9 @@ def value_loss(
 
     Formula: max((V - R)², (clip(V, V_old - cliprange_value, V_old + cliprange_value) - R)²) / 2
 
-    PPO's reference code (OpenAI baselines); not in the paper. Float64. `vf_clipfrac` counts the tokens where the clip
-    decides, `vpred_mean` is V; both are detached."""
+    PPO's reference code (OpenAI baselines); not in the paper. Float64. `vf_clipfrac` counts the tokens where
+    the clip decides, `vpred_mean` is V; both are detached.
+    """
     values_T, old_values_T, returns_T = values_T.double(), old_values_T.double(), returns_T.double()
     bounded_T = torch.minimum(torch.maximum(values_T, old_values_T - cliprange_value), old_values_T + cliprange_value)
     plain_T, clipped_T = (values_T - returns_T).square(), (bounded_T - returns_T).square()

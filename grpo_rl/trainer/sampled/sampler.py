@@ -32,8 +32,10 @@ FURTHER = 104_729  # the distance between the seeds of two calls for the same pr
 
 
 class Sampler:
-    """The engines and the reward, for a function that makes the rollouts of a step's prompts. What it returns is scored unless
-    it has been, and trained: rollouts with the same prompt uid are a group."""
+    """The engines and the reward, for a function that makes the rollouts of a step's prompts.
+
+    What it returns is scored unless it has been, and trained: rollouts with the same prompt uid are a group.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session, self._config = session, session.config
@@ -69,9 +71,12 @@ class Sampler:
     def next_turn(
         self, rollouts: Sequence[Rollout], messages: str | Sequence[str], sampling: Sampling | None = None
     ) -> list[Rollout]:
-        """Return each rollout with a user's message, which is not trained, and another turn, as far as there is room.
-        `messages` is one for all, or one for each. All share data.max_response_length. Raises ConfigError for a chat template
-        that rewrites earlier turns."""
+        """Return each rollout with a user's message, which is not trained, and another turn, as far as there
+        is room.
+
+        `messages` is one for all, or one for each. All share data.max_response_length. Raises ConfigError for
+        a chat template that rewrites earlier turns.
+        """
         texts = [messages] * len(rollouts) if isinstance(messages, str) else list(messages)
         sampling, pool = sampling or self.sampling, cast(TurnPool, self._session.rollout)
         conversations = [Conversation.of(rollout, keeps_support=sampling.returns_support) for rollout in rollouts]
@@ -109,8 +114,10 @@ class Sampler:
         return self._session.rewarded(rollouts)
 
     def prompt(self, source: Prompt, content: str | Sequence[Message] | Sequence[int] | np.ndarray) -> Prompt:
-        """Return a prompt of the same row with another text, chat messages or token ids. Its rollouts are another group. Raises
-        DataError for messages that the chat template refuses, ValueError for more than data.max_prompt_length tokens."""
+        """Return a prompt of the same row with another text, chat messages or token ids. Its rollouts are another group.
+
+        Raises DataError for messages that the chat template refuses, ValueError for more than data.max_prompt_length tokens.
+        """
         renderer, messages = self._session.selection.data.renderer, None
         if isinstance(content, str) or (len(content) and isinstance(content[0], dict)):
             asked: Any = content if isinstance(content, str) else list(content)

@@ -18,8 +18,11 @@ FILTERS: Registry[Callable[[list[Rollout]], bool]] = Registry("group filter", "k
 
 
 class Selection:
-    """Draws prompts, and chooses the groups that are trained. Dynamic sampling: DAPO, arXiv 2503.14476, section 3.2.
-    Zero-variance filter and No-Positive-Resampling (`data.retire_above`): ScaleRL, arXiv 2510.13786, section 3."""
+    """Draws prompts, and chooses the groups that are trained.
+
+    Dynamic sampling: DAPO, arXiv 2503.14476, section 3.2. Zero-variance filter and No-Positive-Resampling
+    (`data.retire_above`): ScaleRL, arXiv 2510.13786, section 3.
+    """
 
     def __init__(self, config: Config, data: PromptDataset, factors: Mapping[str, float]) -> None:
         self.data, self.factors = data, factors
@@ -33,8 +36,10 @@ class Selection:
         self.sampler = make_row_order(config, data, self.retired.__contains__)
 
     def prompts(self, rows: Sequence[int] | None = None) -> list[tuple[int, Prompt]]:
-        """Return the next batch of prompts, or those of `rows`, each with its row. Raises DataError for a row that cannot be
-        used; the next draw then begins with the same rows."""
+        """Return the next batch of prompts, or those of `rows`, each with its row.
+
+        Raises DataError for a row that cannot be used; the next draw then begins with the same rows.
+        """
         with self.sampler.rewinding():
             drawn = self.sampler.next_batch() if rows is None else self.sampler.named(rows)
             return [(row, self.data.prompt(row, uid)) for row, uid in drawn]
@@ -55,9 +60,11 @@ class Selection:
     def choose(
         self, rollouts: Sequence[Rollout], draw_more: Callable[[], list[Rollout]], num_spared: int = 0
     ) -> tuple[list[Rollout], Metrics]:
-        """Return the rollouts with a reward of the groups to train, in the order of the draws; and metrics. With refilling,
-        `draw_more` returns the scored rollouts of further batches, until all groups but `num_spared` have a signal. Raises
-        DataError after `max_num_gen_batches`."""
+        """Return the rollouts with a reward of the groups to train, in the order of the draws; and metrics.
+
+        With refilling, `draw_more` returns the scored rollouts of further batches, until all groups but
+        `num_spared` have a signal. Raises DataError after `max_num_gen_batches`.
+        """
         if not self.filters.enable:
             return with_reward(rollouts), self._data_metrics()
         groups, num_groups, num_batches = self.with_signal(rollouts), len(by_uid(rollouts)), 1
@@ -121,8 +128,10 @@ class Selection:
 
 
 def metric_of(rollout: Rollout, name: str, factors: Mapping[str, float]) -> float:
-    """Return `score` (the weighted sum of the reward's parts), `seq_reward` (the reward itself), or a part by its name. Raises
-    RewardError for a part that this rollout's reward does not have."""
+    """Return `score` (the weighted sum of the reward's parts), `seq_reward` (the reward itself), or a part by its name.
+
+    Raises RewardError for a part that this rollout's reward does not have.
+    """
     if name == "seq_reward" or rollout.failure is not None:  # a fixed value has no parts
         assert rollout.reward is not None
         return rollout.reward

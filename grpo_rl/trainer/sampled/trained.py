@@ -58,8 +58,11 @@ def penalize_overlong(rollouts: Sequence[Rollout], config: OverlongBufferConfig,
 
 
 def with_baselines(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Return the sampled rollouts with the reward of their prompt's greedy response, if any, as `baseline`. If a greedy one's
-    reward failed, so have all that are compared with it. Raises ValueError if a prompt alone has none."""
+    """Return the sampled rollouts with the reward of their prompt's greedy response, if any, as `baseline`.
+
+    If a greedy one's reward failed, so have all that are compared with it. Raises ValueError if a prompt
+    alone has none.
+    """
     greedy = {rollout.prompt.uid: rollout for rollout in rollouts if rollout.sample_index == GREEDY}
     if not greedy:
         return list(rollouts)
@@ -208,8 +211,11 @@ def _advantage_metrics(batch: Batch) -> Metrics:
 
 
 def trained_tokens(batch: Batch, config: AlgorithmConfig) -> tuple[Batch, Metrics]:
-    """Return the batch of the trained tokens alone, with `weights_T` if they are weighed. The metrics `rollout_corr/*` say how
-    far engine and trainer are apart; if nothing is corrected, the actor's ranks measure that."""
+    """Return the batch of the trained tokens alone, with `weights_T` if they are weighed.
+
+    The metrics `rollout_corr/*` say how far engine and trainer are apart; if nothing is corrected, the
+    actor's ranks measure that.
+    """
     metrics: Metrics = {}
     correction = RolloutCorrection.from_config(config.rollout_correction)
     whole_N = torch.ones(batch.num_rollouts, dtype=torch.bool)
