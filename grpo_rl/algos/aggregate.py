@@ -17,8 +17,7 @@ from grpo_rl.config.schema.kinds import Positive
 from grpo_rl.registry import Registry, needs
 from grpo_rl.types import Counts
 
-Aggregation = Callable[..., Tensor]
-"""(values_T, segments, counts, *, <group_tokens_N, own options>) -> 0-d share"""
+Aggregation = Callable[..., Tensor]  # (values_T, segments, counts, *, <group_tokens_N, own options>) -> 0-d share
 
 AGGREGATIONS: Registry[Aggregation] = Registry(
     "loss_agg_mode", "average(values_T: Tensor, segments: Segments, counts: Counts, *, option=default, ...) -> 0-d Tensor"
@@ -98,8 +97,3 @@ def group_tokens(lengths_N: Tensor, group_N: Tensor) -> Tensor:
     _, index_N = torch.unique(group_N, return_inverse=True)
     tokens_G = torch.zeros(int(index_N.max()) + 1 if len(index_N) else 0, dtype=torch.long)
     return tokens_G.index_add(0, index_N, lengths_N.long())[index_N]
-
-
-def count(lengths_N: Tensor, group_N: Tensor) -> Counts:
-    alive_N = lengths_N > 0
-    return Counts(int(lengths_N.sum()), int(alive_N.sum()), int(group_N[alive_N].unique().numel()))

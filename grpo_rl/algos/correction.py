@@ -24,8 +24,7 @@ from grpo_rl.errors import ConfigError
 from grpo_rl.frozen import frozen
 from grpo_rl.types import Counts
 
-MAX_LOG_WEIGHT = 20.0
-"""Logs of weights and ratios are cut to +-20 before exp, as in verl."""
+MAX_LOG_WEIGHT = 20.0  # logs of weights and ratios are cut to +-20 before exp, as in verl
 
 
 _BOUNDED_BY = {"token": "token_k1", "sequence": "seq_sum_k1"}
@@ -38,8 +37,7 @@ class Rejection:
     k1 bounds the ratio e^(Σ d), e^(mean d) or e^d; k2 = d²/2 and k3 = e^d - 1 - d have only an upper bound.
     """
 
-    mode: RejectionMode
-    """The quantity (each token, or a response's sum, mean or largest token) and its measure."""
+    mode: RejectionMode  # the quantity (each token, or a response's sum, mean or largest token) and its measure
     lower: float | None = None
     upper: float | None = None
 
@@ -60,8 +58,7 @@ class RolloutCorrection:
     """Without arguments it corrects nothing. Raises ConfigError with all problems."""
 
     rollout_is: Literal["token", "sequence"] | None = None
-    rollout_is_threshold: float | None = None
-    """Cut weights above; None needs a rejection that bounds them."""
+    rollout_is_threshold: float | None = None  # cut weights above; None needs a rejection that bounds them
     rollout_is_batch_normalize: bool = False
     rollout_rs: tuple[Rejection, ...] = ()
     bypass_mode: bool = False
@@ -127,8 +124,7 @@ class RolloutCorrection:
 
 @frozen
 class Correction:
-    weights_T: Tensor | None
-    """Float32; None without `rollout_is`."""
+    weights_T: Tensor | None  # float32; None without `rollout_is`
     trained_T: Tensor | None
     """None without `rollout_rs`. Other tokens leave every denominator."""
     metrics: dict[str, float]
@@ -145,7 +141,7 @@ def correct(settings: RolloutCorrection, old_logprobs_T: Tensor, rollout_logprob
         metrics[f"rollout_rs_{rejection.mode}_fraction"] = _mean((~inside_T).double())
         trained_T &= inside_T
     if settings.rollout_rs:
-        kept_N = kept_lengths(trained_T, segments.lengths_N)
+        kept_N = segments.sum(trained_T.double())
         metrics["rollout_rs_masked_fraction"] = _mean((~trained_T).double())
         metrics["rollout_rs_seq_masked_fraction"] = _mean((kept_N == 0)[segments.nonempty_N].double())
     weights_T = _weights(settings, d_T, trained_T, segments, metrics) if settings.rollout_is else None
@@ -191,10 +187,6 @@ def mismatch_shares(
     }
 
 
-def kept_lengths(trained_T: Tensor, lengths_N: Tensor) -> Tensor:
-    return Segments(lengths_N).sum(trained_T.double()).long()
-
-
 def _weights(
     settings: RolloutCorrection, d_T: Tensor, trained_T: Tensor, segments: Segments, metrics: dict[str, float]
 ) -> Tensor:
@@ -207,7 +199,7 @@ def _weights(
         if settings.rollout_is == "token":
             mean = _mean(weights_T[trained_T])
         else:
-            kept_N = kept_lengths(trained_T, segments.lengths_N)
+            kept_N = segments.sum(trained_T.double())
             # All kept tokens of a response have its weight, so their mean is it.
             sums_N = segments.sum(torch.where(trained_T, weights_T, 0.0))
             mean = _mean((sums_N / kept_N.clamp(min=1))[kept_N > 0])

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from grpo_rl.registry import Registry, coefficient_of, formula_of, needs, needs_of
 
-KlEstimator = Callable[..., Tensor]
-"""(policy_logprobs_T, ref_logprobs_T, *, <old_logprobs_T, own options>) -> kl_T"""
+KlEstimator = Callable[..., Tensor]  # (policy_logprobs_T, ref_logprobs_T, *, <old_logprobs_T, own options>) -> kl_T
 
 KL_ESTIMATORS: Registry[KlEstimator] = Registry(
     "KL estimator", "kl(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor, *, option=default, ...) -> kl_T: Tensor"
@@ -145,33 +144,19 @@ def full_kl(policy_logits_TV: Tensor, ref_logits_TV: Tensor) -> Tensor:
     return (policy_logprobs_TV.exp() * log_ratio_TV).sum(-1)
 
 
-class FixedKlController:
-    def __init__(self, kl_coef: float) -> None:
-        self.value = kl_coef
+class KlController:
+    """A coefficient; with `target_kl` it is steered so that the measured KL comes to that.
 
-    def update(self, current_kl: float, num_rollouts: int) -> None: ...
+    value <- value * (1 + clip(KL / target_kl - 1, -0.2, 0.2) * num_rollouts / horizon): Ziegler et al. (arXiv 1909.08593),
+    section 2.2."""
 
-    def state_dict(self) -> dict[str, float]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.value = state["value"]
-
-
-class AdaptiveKlController(FixedKlController):
-    """A coefficient steered so that the measured KL comes to `target_kl`.
-
-    value <- value * (1 + clip(KL / target_kl - 1, -0.2, 0.2) * num_rollouts / horizon): Ziegler et al. (arXiv
-    1909.08593), section 2.2.
-    """
-
-    def __init__(self, kl_coef: float, target_kl: float, horizon: int) -> None:
-        super().__init__(kl_coef)
-        self.target_kl = target_kl
-        self.horizon = horizon
+    def __init__(self, kl_coef: float, target_kl: float | None = None, horizon: int = 1) -> None:
+        self.value, self.target_kl, self.horizon = kl_coef, target_kl, horizon
 
     def update(self, current_kl: float, num_rollouts: int) -> None:
         """Raises ValueError for a KL that is not finite, or a horizon too short to be safe."""
+        if self.target_kl is None:
+            return
         if not math.isfinite(current_kl):
             raise ValueError(f"the measured KL is {current_kl}: the policy or the reference has broken down")
         if 0.2 * num_rollouts >= self.horizon:
@@ -181,3 +166,9 @@ class AdaptiveKlController(FixedKlController):
             )
         error = min(max(current_kl / self.target_kl - 1.0, -0.2), 0.2)
         self.value *= 1.0 + error * num_rollouts / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.value = state["value"]

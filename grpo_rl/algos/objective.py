@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_rl.algos.aggregate import AGGREGATIONS
+from grpo_rl.algos.aggregate import AGGREGATIONS, Aggregation
 from grpo_rl.algos.correction import RolloutCorrection, correct
 from grpo_rl.algos.kl import KL_ESTIMATORS, full_kl, kl_estimate
 from grpo_rl.algos.losses.contract import scales_with_advantage
 from grpo_rl.algos.losses.distillation import Distillation
-from grpo_rl.algos.losses.registered import POLICY_LOSSES, LossInput, selection_of
+from grpo_rl.algos.losses.registered import POLICY_LOSSES, LossInput, PolicyLoss, selection_of
 from grpo_rl.algos.trial import has_ratio
 from grpo_rl.config.function_options import AVERAGE, LOSS, PAIR_AVERAGES, chosen_options
 from grpo_rl.config.schema.tree import ActorConfig
@@ -48,10 +48,9 @@ class Objective:
     distillation: Distillation | None = None
 
     def __post_init__(self) -> None:
-        aggregate = AGGREGATIONS.get(self.loss_agg_mode)
-        check_options(f"policy loss {self.loss_mode!r}", POLICY_LOSSES.get(self.loss_mode), dict(self.loss_options))
-        check_options(f"loss_agg_mode {self.loss_agg_mode!r}", aggregate, dict(self.agg_options))
-        if "loss_scale_factor" in options_of(aggregate) and not dict(self.agg_options).get("loss_scale_factor"):
+        check_options(f"policy loss {self.loss_mode!r}", self._loss, dict(self.loss_options))
+        check_options(f"loss_agg_mode {self.loss_agg_mode!r}", self._aggregate, dict(self.agg_options))
+        if "loss_scale_factor" in options_of(self._aggregate) and not dict(self.agg_options).get("loss_scale_factor"):
             raise ConfigError(f"loss_agg_mode {self.loss_agg_mode!r} needs loss_scale_factor, such as the longest response")
         if self.needs_pairs and self.loss_agg_mode in set(AGGREGATIONS) - set(PAIR_AVERAGES):
             raise ConfigError(
@@ -101,11 +100,11 @@ class Objective:
     @property
     def needs_selection(self) -> bool:
         """Whether the caller has to supply `selected_T`, which `select` makes for a whole mini-batch."""
-        return selection_of(POLICY_LOSSES.get(self.loss_mode)) is not None
+        return selection_of(self._loss) is not None
 
     @property
     def needs_group_tokens(self) -> bool:
-        return "group_tokens" in self._loss_needs | needs_of(AGGREGATIONS.get(self.loss_agg_mode))
+        return "group_tokens" in self._loss_needs | needs_of(self._aggregate)
 
     @property
     def needs_pairs(self) -> bool:
@@ -120,18 +119,26 @@ class Objective:
     def skips_zero_advantage(self) -> bool:
         if self.kl_loss_type is not None or self._has_entropy or self.router_aux_loss_coef or self.distillation is not None:
             return False
-        return scales_with_advantage(POLICY_LOSSES.get(self.loss_mode))
+        return scales_with_advantage(self._loss)
 
     @property
     def _has_entropy(self) -> bool:
         return self.entropy_coeff != 0.0 or self.adaptive_entropy
 
     @property
+    def _loss(self) -> PolicyLoss:
+        return POLICY_LOSSES.get(self.loss_mode)
+
+    @property
+    def _aggregate(self) -> Aggregation:
+        return AGGREGATIONS.get(self.loss_agg_mode)
+
+    @property
     def _loss_needs(self) -> frozenset[str]:
-        return needs_of(POLICY_LOSSES.get(self.loss_mode), dict(self.loss_options))
+        return needs_of(self._loss, dict(self.loss_options))
 
     def select(self, advantages_T: Tensor, old_logprobs_T: Tensor, generator: torch.Generator) -> Tensor:
-        selection = selection_of(POLICY_LOSSES.get(self.loss_mode))
+        selection = selection_of(self._loss)
         assert selection is not None, f"{self.loss_mode} chooses no tokens"
         return selection(advantages_T, old_logprobs_T, generator, **own_options(selection, dict(self.loss_options)))
 
@@ -149,8 +156,7 @@ class Objective:
         taught = self.distillation
         if taught is not None and taught.as_advantage:
             inputs = replace(inputs, advantages_T=taught.advantages_T(inputs))
-        policy_loss = POLICY_LOSSES.get(self.loss_mode)
-        loss_T, token_stats = policy_loss(inputs, **own_options(policy_loss, dict(self.loss_options)))
+        loss_T, token_stats = self._loss(inputs, **own_options(self._loss, dict(self.loss_options)))
         weights_T = inputs.weights_T if self.correction is None else self._corrected(self.correction, inputs)
         loss = self._average(loss_T if weights_T is None else loss_T * weights_T.detach().double(), inputs, counts)
         stats = {"share/pg_loss": loss.detach()}
@@ -187,10 +193,10 @@ class Objective:
         return weights_T if result.trained_T is None else weights_T * result.trained_T
 
     def _average(self, x_T: Tensor, inputs: LossInput, counts: Counts) -> Tensor:
-        aggregate, keywords = AGGREGATIONS.get(self.loss_agg_mode), dict(self.agg_options)
-        if "group_tokens" in needs_of(aggregate):
+        keywords = dict(self.agg_options)
+        if "group_tokens" in needs_of(self._aggregate):
             keywords["group_tokens_N"] = inputs.column("group_tokens_N")
-        return aggregate(x_T, inputs.segments, counts, **keywords)
+        return self._aggregate(x_T, inputs.segments, counts, **keywords)
 
     def _kl(self, inputs: LossInput) -> Tensor:
         if self.needs_full_kl:
@@ -201,7 +207,7 @@ class Objective:
 
     def formula(self) -> str:
         total = "loss = avg(pg)"
-        lines = [f"pg   = {shown(POLICY_LOSSES.get(self.loss_mode), self.loss_options)}"]
+        lines = [f"pg   = {shown(self._loss, self.loss_options)}"]
         if self.distillation is not None and self.distillation.as_advantage:
             lines.append(f"A    = {self.distillation.formula()}")
         elif self.distillation is not None:
@@ -221,7 +227,7 @@ class Objective:
         if self.router_aux_loss_coef:
             total += f" + {self.router_aux_loss_coef:g}·balance"
             lines.append("balance = E Σ_e f_e P_e, averaged over the layers with experts, counted over the whole mini-batch")
-        average = shown(AGGREGATIONS.get(self.loss_agg_mode), self.agg_options)
+        average = shown(self._aggregate, self.agg_options)
         lines.append(f"avg  = {average}, counted over the whole mini-batch  [{self.loss_agg_mode}]")
         return "\n".join([total, *lines])
 

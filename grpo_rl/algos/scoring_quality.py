@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,14 +29,9 @@ def auc(scores_K: Tensor, good_K: Tensor) -> float:
     return float((rank_K[good_K].sum() - 0.5 * num_good * (num_good + 1)) / (num_good * num_bad))
 
 
-class Calibration(NamedTuple):
-    error: float
-    """The mean of |frequency - probability| over bins ((b/B, (b+1)/B], 0 in the first), weighed by counts."""
-    brier: float
-
-
-def calibration(probability_K: Tensor, good_K: Tensor, *, num_bins: int = 10) -> Calibration:
-    """Guo et al. (arXiv 1706.04599), eq. 3; Brier (1950), in bins of equal width; NaN without any."""
+def calibration(probability_K: Tensor, good_K: Tensor, *, num_bins: int = 10) -> dict[str, float]:
+    """Return `calibration_error`, the mean of |frequency - probability| over bins of equal width ((b/B, (b+1)/B], 0 in the first),
+    weighed by counts (Guo et al., arXiv 1706.04599, eq. 3), and `brier` (Brier, 1950); NaN without any."""
     probability_K, good_K = probability_K.double(), good_K.double()
     bin_K = (torch.ceil(probability_K * num_bins).long() - 1).clamp(0, num_bins - 1)
     counts_B = torch.bincount(bin_K, minlength=num_bins)
@@ -45,7 +39,7 @@ def calibration(probability_K: Tensor, good_K: Tensor, *, num_bins: int = 10) ->
     frequency_B = torch.bincount(bin_K, good_K, minlength=num_bins).double() / counts_B
     distance_B = torch.where(counts_B > 0, (frequency_B - probability_B).abs(), 0.0)
     error = float((distance_B * counts_B).sum() / counts_B.sum())
-    return Calibration(error, float((probability_K - good_K).square().mean()))
+    return {"calibration_error": error, "brier": float((probability_K - good_K).square().mean())}
 
 
 def pair_quality(chosen_P: Tensor, rejected_P: Tensor, margin_P: Tensor, center_coef: float = 0.0) -> dict[str, float]:
@@ -64,7 +58,8 @@ def pair_quality(chosen_P: Tensor, rejected_P: Tensor, margin_P: Tensor, center_
         "margin": float((chosen_P - rejected_P).double().mean()),
         "score_mean": float(scores.double().mean()),
     }
-    return _measures(scores, is_chosen, calibration(decided_P.abs().sigmoid(), decided_P > 0), measures)
+    measures |= {"auc": auc(scores, is_chosen)} | calibration(decided_P.abs().sigmoid(), decided_P > 0)
+    return _defined(measures)
 
 
 def step_quality(scores_K: Tensor, labels_K: Tensor) -> dict[str, float]:
@@ -77,10 +72,10 @@ def step_quality(scores_K: Tensor, labels_K: Tensor) -> dict[str, float]:
     decided_K, good_K = scores_K[is_decided_K], labels_K[is_decided_K] > 0.5
     measures = {"loss": float(loss_K.mean()), "good": float(good_K.double().mean())}
     measures["accuracy"] = float(((decided_K > 0) == good_K).double().mean())
-    return _measures(decided_K, good_K, calibration(decided_K.double().sigmoid(), good_K), measures)
+    measures |= {"auc": auc(decided_K, good_K)} | calibration(decided_K.double().sigmoid(), good_K)
+    return _defined(measures)
 
 
-def _measures(scores: Tensor, is_good: Tensor, reliability: Calibration, measures: dict[str, float]) -> dict[str, float]:
-    measures |= {"auc": auc(scores, is_good), "calibration_error": reliability.error, "brier": reliability.brier}
+def _defined(measures: dict[str, float]) -> dict[str, float]:
     # Before the first update of a new head all scores are equal, and no pair has a preferred side.
     return {name: value for name, value in measures.items() if not math.isnan(value)}

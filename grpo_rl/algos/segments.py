@@ -33,11 +33,6 @@ class Segments:
     def index_T(self) -> Tensor:
         return torch.repeat_interleave(self.lengths_N, output_size=self.num_tokens)
 
-    @cached_property
-    def last_index_N(self) -> Tensor:
-        """Flat position of each last token. Meaningless if `nonempty_N` is False."""
-        return self.lengths_N.cumsum(0) - 1
-
     def sum(self, x_T: Tensor) -> Tensor:
         assert x_T.shape == (self.num_tokens,), f"{tuple(x_T.shape)} values for {self.num_tokens} tokens"
         # segment_reduce adds in a fixed order on every device; `unsafe` skips the check of lengths, done above.

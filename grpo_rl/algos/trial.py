@@ -15,7 +15,7 @@ from torch import Tensor
 from grpo_rl.algos.advantages import contract as advantages
 from grpo_rl.algos.advantages.contract import RolloutAdvantages
 from grpo_rl.algos.advantages.registered import ADVANTAGES, AdvantageInput, AdvantageOutput, token_rewards
-from grpo_rl.algos.aggregate import AGGREGATIONS, count, group_tokens
+from grpo_rl.algos.aggregate import AGGREGATIONS, group_tokens
 from grpo_rl.algos.kl import KL_ESTIMATORS
 from grpo_rl.algos.losses import contract as losses
 from grpo_rl.algos.losses.registered import POLICY_LOSSES, LossInput, selection_of
@@ -23,7 +23,7 @@ from grpo_rl.algos.segments import Segments
 from grpo_rl.errors import ConfigError, FunctionError
 from grpo_rl.frozen import frozen
 from grpo_rl.registry import Registry, needs_of, own_options
-from grpo_rl.types import LossColumns
+from grpo_rl.types import Counts, LossColumns
 
 T = TypeVar("T", AdvantageInput, LossInput)
 
@@ -182,7 +182,7 @@ def has_ratio(function: Callable[..., Any], options: Options) -> bool:
 def run_average(function: Callable[..., Any], options: Options) -> tuple[Tensor, ...]:
     inputs = loss_input()
     supplied = {"group_tokens_N": inputs.group_tokens_N} if "group_tokens" in needs_of(function) else {}
-    counts = count(LENGTHS_N, GROUP_N)
+    counts = Counts.of(LENGTHS_N, GROUP_N)
     share = function(inputs.policy_logprobs_T.double(), inputs.segments, counts, **supplied, **options)
     if not isinstance(share, Tensor) or share.ndim:
         raise ConfigError(f"returns {_described(share)}, not a tensor without dimensions")
@@ -202,18 +202,10 @@ KINDS: dict[str, FunctionKind] = {
     ADVANTAGES.kind: FunctionKind(ADVANTAGES, ("inp",), advantages.NEEDS, {}, run_estimator),
     POLICY_LOSSES.kind: FunctionKind(POLICY_LOSSES, ("inputs",), losses.NEEDS, {}, run_loss),
     AGGREGATIONS.kind: FunctionKind(
-        AGGREGATIONS,
-        ("values_T", "segments", "counts"),
-        {"group_tokens": ()},
-        {"group_tokens": "group_tokens_N"},
-        run_average,
+        AGGREGATIONS, ("values_T", "segments", "counts"), {"group_tokens": ()}, {"group_tokens": "group_tokens_N"}, run_average
     ),
     KL_ESTIMATORS.kind: FunctionKind(
-        KL_ESTIMATORS,
-        ("policy_logprobs_T", "ref_logprobs_T"),
-        {"old_logprobs": ()},
-        {"old_logprobs": "old_logprobs_T"},
-        run_kl,
+        KL_ESTIMATORS, ("policy_logprobs_T", "ref_logprobs_T"), {"old_logprobs": ()}, {"old_logprobs": "old_logprobs_T"}, run_kl
     ),
 }
 

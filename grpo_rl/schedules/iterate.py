@@ -6,15 +6,16 @@ replay of historical data. Here its steps open the iteration instead of closing 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 
 from grpo_rl.algos.scoring_quality import pair_accuracy
-from grpo_rl.config.schema.trainer import IterateConfig
 from grpo_rl.data.training_rows.pairs import pairs_of_groups
 from grpo_rl.registry import needs
 from grpo_rl.rewards.combined import REWARD_MODEL, RULE, by_rule
+from grpo_rl.trainer.sampled.selection import by_uid
 from grpo_rl.trainer.session import Session
 from grpo_rl.types import GREEDY, Metrics, Rollout
 
@@ -24,7 +25,10 @@ def train(s: Session) -> None:
     """Do the steps of the reward model, then those of the policy: the ones of `sync`, on the model's score alone."""
     settings = s.config.trainer.iterate
     for step in s.steps():
-        iteration, trains_policy, number = position(s.state.get("iterate", [1, False, 0]), settings)
+        iteration, trains_policy, number = s.state.get("iterate", [1, False, 0])
+        trains_policy = trains_policy or settings.reward_model_steps == 0
+        num_steps = settings.steps_per_iteration if trains_policy else settings.reward_model_steps
+        number = min(number, num_steps - 1)
         if number == 0 and not (trains_policy and settings.reward_model_steps):
             s.refresh_reference()
         s.sync_weights()
@@ -32,44 +36,26 @@ def train(s: Session) -> None:
         if trains_policy:
             step.log(s.train(s.select(rollouts)))
         else:
-            pairs = pairs_of_groups(by_rule(rollouts))
-            step.log(s.train_reward_model(pairs, iteration))
+            step.log(s.train_reward_model(pairs_of_groups(by_rule(rollouts)), iteration))
         step.log(agreement(s.sampled))
         step.log({"iterate/iteration": float(iteration), "iterate/policy_phase": float(trains_policy)})
-        s.state["iterate"] = following(iteration, trains_policy, number, settings)
-
-
-def position(state: Sequence[int], settings: IterateConfig) -> tuple[int, bool, int]:
-    """Return the iteration from 1, whether the step trains the policy, and its number in that phase from 0."""
-    iteration, trains_policy, number = state
-    trains_policy = bool(trains_policy) or settings.reward_model_steps == 0
-    steps = settings.steps_per_iteration if trains_policy else settings.reward_model_steps
-    return int(iteration), trains_policy, min(int(number), steps - 1)
-
-
-def following(iteration: int, trains_policy: bool, number: int, settings: IterateConfig) -> list[int | bool]:
-    number += 1
-    if not trains_policy and number == settings.reward_model_steps:
-        return [iteration, True, 0]
-    if trains_policy and number == settings.steps_per_iteration:
-        return [iteration + 1, settings.reward_model_steps == 0, 0]
-    return [iteration, trains_policy, number]
+        if number + 1 < num_steps:
+            s.state["iterate"] = [iteration, trains_policy, number + 1]
+        elif trains_policy:
+            s.state["iterate"] = [iteration + 1, settings.reward_model_steps == 0, 0]
+        else:
+            s.state["iterate"] = [iteration, True, 0]
 
 
 def agreement(rollouts: Sequence[Rollout]) -> Metrics:
     """Return `iterate/agreement`: of the pairs of a group that the rules reward differently, the share that the model orders alike."""
-    groups: dict[str, list[tuple[float, float]]] = {}
-    for rollout in rollouts:
-        if rollout.failure is None and rollout.sample_index != GREEDY:
-            parts = rollout.reward_parts
-            groups.setdefault(rollout.prompt.uid, []).append((parts[RULE], parts[REWARD_MODEL]))
+    groups = by_uid([rollout for rollout in rollouts if rollout.failure is None and rollout.sample_index != GREEDY])
     pairs = [
-        (better, worse)
+        (better.reward_parts[REWARD_MODEL], worse.reward_parts[REWARD_MODEL])
         for group in groups.values()
-        for high, better in group
-        for low, worse in group
-        if high > low
-    ]  # fmt: skip
+        for better, worse in itertools.permutations(group, 2)
+        if better.reward_parts[RULE] > worse.reward_parts[RULE]
+    ]
     if not pairs:
         return {}
     better_P, worse_P = torch.tensor(pairs, dtype=torch.float64).T

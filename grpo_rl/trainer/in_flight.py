@@ -21,22 +21,19 @@ from grpo_rl.types import GREEDY, Metrics, Prompt, Rollout
 if TYPE_CHECKING:
     from grpo_rl.trainer.session import Session
 
-LOOK_S = 0.05
-"""Seconds for which responses are waited for before another look at the training that goes on."""
+LOOK_S = 0.05  # seconds for which responses are waited for before another look at the training that goes on
 
 
 @dataclass(slots=True, eq=False)
 class Group:
     """The responses to one prompt, from the draw to the training."""
 
-    batch: int
-    """The number, from 1, of its batch of prompts, with which its sampling is seeded."""
+    batch: int  # the number, from 1, of its batch of prompts, with which its sampling is seeded
     row: int
     prompt: Prompt
     asked_at: int = -1
     """The engines' version when it was asked for: none of its tokens is older. -1: not asked for yet."""
-    ids: Sequence[str] = ()
-    """The names of its responses in the pool."""
+    ids: Sequence[str] = ()  # the names of its responses in the pool
     missing: int = 0
     rollouts: list[Rollout] = field(default_factory=list)
 
@@ -57,35 +54,25 @@ class InFlight:
     def __init__(self, session: Session) -> None:
         self.session, self.selection = session, session.selection
         self.batch_size = session.config.data.train_batch_size
-        self.room = 0
-        """The number of groups that may be asked for and not trained."""
+        self.room = 0  # the number of groups that may be asked for and not trained
         self.in_order = True
         """True if a batch has the first groups that were drawn, and with refilling the whole of a draw is asked for."""
-        self.has_taken = False
-        """True once the batch of the step was taken: what is drawn then is for later steps."""
-        self.rejected: list[Rollout] = []
-        """What was scored for the batch that was taken last, and is not trained."""
-        self.refilling: Metrics = {}
-        """How the batch that was taken last came about."""
-        self.num_batches = 0
-        """The number of batches of prompts that were drawn."""
+        self.has_taken = False  # True once the batch of the step was taken: what is drawn then is for later steps
+        self.rejected: list[Rollout] = []  # what was scored for the batch that was taken last, and is not trained
+        self.refilling: Metrics = {}  # how the batch that was taken last came about
+        self.num_batches = 0  # the number of batches of prompts that were drawn
         self._set_groups([])
 
     def _set_groups(self, groups: Iterable[Group]) -> None:
         self.groups = {group.prompt.uid: group for group in groups}
         """All groups by the uid of their prompt, in the order in which they were drawn."""
-        self.ready: dict[Group, None] = {}
-        """Those that can be trained, in the order in which that was known."""
-        self._unjudged: list[Group] = []
-        """Those that have ended, and of which nobody knows yet whether they have a signal."""
+        self.ready: dict[Group, None] = {}  # those that can be trained, in the order in which that was known
+        self._unjudged: list[Group] = []  # those that have ended, and of which nobody knows yet whether they have a signal
         self._judging: tuple[list[Group], Future[list[Rollout]]] | None = None
-        self._untrained: list[Group] = []
-        """The groups without a signal that were found for the batch that is taken next."""
+        self._untrained: list[Group] = []  # the groups without a signal that were found for the batch that is taken next
         self._num_draws = self._num_failed = 0
-        self._unfinished = 0
-        """The number of responses that were asked for and have not ended."""
-        self._since: float | None = None
-        """The moment since which there are requests, or none."""
+        self._unfinished = 0  # the number of responses that were asked for and have not ended
+        self._since: float | None = None  # the moment since which there are requests, or none
         self._idle_s = 0.0
 
     def top_up(self) -> None:
@@ -98,26 +85,27 @@ class InFlight:
         steps_left = session.total_steps - session.step + 1 - self.has_taken
         num_wanted, num_groups = min(self.room, steps_left * self.batch_size), len(self.groups)
         most_useless = self.selection.filters.max_num_gen_batches * session.config.gen_batch_size - self.batch_size
+
+        def too_few(more: str = "") -> DataError:
+            num_ready = len(self.ready)
+            return DataError(self.selection.too_few(num_ready, num_ready + len(self._untrained), self._num_draws) + more)
+
         try:
             while len(self.groups) < num_wanted and not self.selection.exhausted:
                 if refills and len(self._untrained) > most_useless:
-                    raise self._too_few()
+                    raise too_few()
                 drawn = self.selection.prompts()
                 self.num_batches, self._num_draws = self.num_batches + 1, self._num_draws + 1
                 # With refilling all draws of a step have the same seed, as in `sync`.
                 number = session.step if refills else self.num_batches
                 self.groups |= {prompt.uid: Group(number, row, prompt) for row, prompt in drawn}
             if refills and len(self.groups) < min(self.batch_size, num_wanted):
-                raise self._too_few("; all other prompts are retired")
+                raise too_few("; all other prompts are retired")
         except DataError:
             if not self.has_taken:
                 raise
         asks_all = refills and self.in_order and len(self.groups) > num_groups
         self._ask([group for group in list(self.groups.values())[: None if asks_all else self.room] if group.asked_at < 0])
-
-    def _too_few(self, more: str = "") -> DataError:
-        num_ready = len(self.ready)
-        return DataError(self.selection.too_few(num_ready, num_ready + len(self._untrained), self._num_draws) + more)
 
     def _ask(self, new: list[Group]) -> None:
         session, n = self.session, self.session.config.rollout.n
@@ -133,20 +121,17 @@ class InFlight:
             self._count(len(new) * size)
 
     def _count(self, change: int) -> None:
-        """Add to the responses that have not ended, and note when they become none or some."""
-        if not self._unfinished or self._unfinished + change == 0:
-            self._note_load()
+        """Add to the responses that have not ended. If they become some or none, or by a change of 0, record the time with requests
+        until now, or add up that without."""
+        if not change or not self._unfinished or self._unfinished + change == 0:
+            timeline = self.session.output.timeline
+            now_s = timeline.now()
+            if self._since is not None and self._unfinished:
+                timeline.record("rollout", "gen", self._since, now_s)
+            elif self._since is not None:
+                self._idle_s += now_s - self._since
+            self._since = now_s
         self._unfinished += change
-
-    def _note_load(self) -> None:
-        """Record the time with requests until now, or add up the time without any."""
-        timeline = self.session.output.timeline
-        now_s = timeline.now()
-        if self._since is not None and self._unfinished:
-            timeline.record("rollout", "gen", self._since, now_s)
-        elif self._since is not None:
-            self._idle_s += now_s - self._since
-        self._since = now_s
 
     def wait(self, enough: Callable[[], bool], training: Future[Any] | None = None) -> None:
         """Take in responses and hand them to the rewards until there is enough, or `training`, the work beside it, has failed."""
@@ -186,7 +171,7 @@ class InFlight:
             # Also if sampling has failed: the processes must not be ended below a thread that starts them again.
             has_ended(training, self.session.config.trainer.step_timeout_s)
         if self._unfinished:
-            self._note_load()
+            self._count(0)
         waits, self._idle_s = {"timing_s/rollout_waits_for_trainer": self._idle_s}, 0.0
         return training.result(0) | waits
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -11,8 +11,7 @@ import torch
 from grpo_rl.trainer.sampled.trained import BASELINE_FAILED, is_trained
 from grpo_rl.types import GREEDY, TRUNCATED, Batch, Metrics, Rollout
 
-COUNTS = ("tool_calls", "failed_calls", "malformed_calls")
-"""Counts that every run with episodes has."""
+COUNTS = ("tool_calls", "failed_calls", "malformed_calls")  # counts that every run with episodes has
 FAILURES = {"timeouts": "_timeout", "errors": "_error", "invalid": "_invalid"}
 """The endings of the names of failures, as in reward_timeout and judge_timeout."""
 
@@ -24,10 +23,10 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:
         metrics |= {"reward/mean": _mean(rewards), "reward/max": max(rewards), "reward/min": min(rewards)}
         metrics["reward/std"] = float(np.std(rewards))
     metrics |= episode_metrics(rollouts)
-    metrics["response_length/clip_ratio"] = _mean([float(rollout.finish_reason == "length") for rollout in rollouts])
+    metrics["response_length/clip_ratio"] = _mean(rollout.finish_reason == "length" for rollout in rollouts)
     baselines = {rollout.prompt.uid: rollout.baseline for rollout in rollouts if rollout.baseline is not None}
     if baselines:
-        metrics["reward/greedy_baseline_mean"] = _mean(list(baselines.values()))
+        metrics["reward/greedy_baseline_mean"] = _mean(baselines.values())
     parts: dict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
         for name, value in rollout.reward_parts.items():
@@ -44,63 +43,60 @@ def failure_metrics(rollouts: Sequence[Rollout]) -> Metrics:
 
     `reward/failed_baselines` counts prompts, `reward/broken_groups` groups with less than two responses left.
     """
-    metrics = {
-        f"reward/{name}": float(sum((r.failure or "").endswith(end) for r in rollouts)) for name, end in FAILURES.items()
-    }
-    metrics["reward/dropped"] = float(sum(not is_trained(rollout) for rollout in rollouts))
-    baselines = {rollout.prompt.uid for rollout in rollouts if rollout.failure == BASELINE_FAILED}
+    failures = [rollout.failure or "" for rollout in rollouts]
+    counts = {f"reward/{name}": sum(failure.endswith(end) for failure in failures) for name, end in FAILURES.items()}
+    counts["reward/dropped"] = sum(not is_trained(rollout) for rollout in rollouts)
     sampled = [rollout for rollout in rollouts if rollout.sample_index != GREEDY]
-    trained_counts = Counter(rollout.prompt.uid for rollout in sampled if is_trained(rollout))
-    broken = [
-        uid for uid, size in Counter(rollout.prompt.uid for rollout in sampled).items() if trained_counts[uid] < min(2, size)
-    ]
-    counts = {"reward/failed_baselines": len(baselines), "reward/broken_groups": len(broken)}
-    return metrics | {name: float(count) for name, count in counts.items() if count}
+    sizes = Counter(rollout.prompt.uid for rollout in sampled)
+    trained = Counter(rollout.prompt.uid for rollout in sampled if is_trained(rollout))
+    optional = {
+        "reward/failed_baselines": len({rollout.prompt.uid for rollout in rollouts if rollout.failure == BASELINE_FAILED}),
+        "reward/broken_groups": sum(trained[uid] < min(2, size) for uid, size in sizes.items()),
+    }
+    counts |= {name: count for name, count in optional.items() if count}
+    return {name: float(count) for name, count in counts.items()}
 
 
 def episode_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     """Counts are per episode, `episode/truncated_*` and `episode/failed` shares, `env/NAME` means of last
     values.
     """
-    episodes = [(rollout.episode, rollout) for rollout in rollouts if rollout.episode is not None]
+    episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
     if not episodes:
         return {}
-    turns = [float(len(episode.turns)) for episode, _ in episodes]
+    turns = [float(len(episode.turns)) for episode in episodes]
     metrics = {"episode/turns": _mean(turns), "episode/turns/max": max(turns), "episode/turns/min": min(turns)}
-    names = {*COUNTS, *(name for episode, _ in episodes for name in episode.counts)}
-    metrics |= {f"episode/{name}": _mean([episode.counts.get(name, 0.0) for episode, _ in episodes]) for name in sorted(names)}
-    for ending in TRUNCATED:
-        metrics[f"episode/truncated_{ending}"] = _mean([float(episode.ended == ending) for episode, _ in episodes])
-    metrics["episode/failed"] = _mean([float(episode.ended == "failed") for episode, _ in episodes])
-    if waits := [wait for episode, _ in episodes for wait in episode.waits_s]:
+    for name in sorted({*COUNTS, *(name for episode in episodes for name in episode.counts)}):
+        metrics[f"episode/{name}"] = _mean(episode.counts.get(name, 0.0) for episode in episodes)
+    for name, ending in (*((f"truncated_{ending}", ending) for ending in TRUNCATED), ("failed", "failed")):
+        metrics[f"episode/{name}"] = _mean(episode.ended == ending for episode in episodes)
+    if waits := [wait for episode in episodes for wait in episode.waits_s]:
         metrics |= {"episode/wait_s": _mean(waits), "episode/wait_s/max": max(waits)}
-    num_tokens = sum(len(rollout.response_ids) for _, rollout in episodes)
-    num_sampled = sum(episode.num_sampled for episode, _ in episodes)
+    num_tokens = sum(len(rollout.response_ids) for rollout in rollouts if rollout.episode is not None)
+    num_sampled = sum(episode.num_sampled for episode in episodes)
     metrics["episode/context_token_fraction"] = 1.0 - num_sampled / max(1, num_tokens)
     metrics["episode/sampled_tokens"] = num_sampled / len(episodes)
-    cached = [turn for episode, _ in episodes for turn in episode.turns if turn.cached_tokens is not None]
-    if cached:
+    if cached := [turn for episode in episodes for turn in episode.turns if turn.cached_tokens is not None]:
         hits = sum(turn.cached_tokens or 0 for turn in cached)
         metrics["episode/cache_hit_fraction"] = hits / max(1, sum(turn.context_tokens for turn in cached))
-    for name in sorted({name for episode, _ in episodes for name in episode.info}):
-        metrics[f"env/{name}"] = _mean([episode.info[name] for episode, _ in episodes if name in episode.info])
+    for name in sorted({name for episode in episodes for name in episode.info}):
+        metrics[f"env/{name}"] = _mean(episode.info[name] for episode in episodes if name in episode.info)
     return metrics
 
 
 def batch_metrics(batch: Batch, seconds: float) -> Metrics:
     """`rollout/support_mean`: the tokens that top_p, top_k and min_p leave to sample from."""
     lengths_N = batch.response_lengths_N
-    support: Metrics = {}
-    if batch.support_ids_M is not None and batch.num_trained_tokens:
-        support = {"rollout/support_mean": len(batch.support_ids_M) / batch.num_trained_tokens}
-    return support | {
+    metrics = {
         "response_length/mean": float(lengths_N.float().mean()),
         "response_length/max": float(lengths_N.max()),
         "response_length/min": float(lengths_N.min()),
         "prompt_length/mean": float(batch.prompt_lengths_N.float().mean()),
         "prompt_length/max": float(batch.prompt_lengths_N.max()),
-        **throughput(batch, seconds),
     }
+    if batch.support_ids_M is not None and batch.num_trained_tokens:
+        metrics["rollout/support_mean"] = len(batch.support_ids_M) / batch.num_trained_tokens
+    return metrics | throughput(batch, seconds)
 
 
 def throughput(batch: Batch, seconds: float) -> Metrics:
@@ -111,18 +107,18 @@ def throughput(batch: Batch, seconds: float) -> Metrics:
 
 def staleness_metrics(rollouts: Sequence[Rollout], version: int) -> Metrics:
     """Return how many versions the tokens' weights are older than `version`, over tokens; empty without any."""
-    tokens: dict[int, int] = defaultdict(int)
+    tokens = Counter[int]()
     for rollout in rollouts:
         for sampled_with, num_tokens in rollout.versions:
             tokens[version - sampled_with] += num_tokens
-    total = sum(tokens.values())
+    total = tokens.total()
     if not total:
         return {}
     return {
         "staleness/min": float(min(tokens)),
         "staleness/mean": sum(age * number for age, number in tokens.items()) / total,
         "staleness/max": float(max(tokens)),
-        "staleness/stale_token_fraction": sum(number for age, number in tokens.items() if age) / total,
+        "staleness/stale_token_fraction": (total - tokens[0]) / total,
     }
 
 
@@ -146,5 +142,6 @@ def logged_advantages(sampled: Sequence[Rollout], trained: Sequence[Rollout], ba
     return [advantages.get((rollout.prompt.uid, rollout.sample_index)) for rollout in sampled]
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def _mean(values: Iterable[float]) -> float:
+    numbers = list(values)
+    return sum(numbers) / len(numbers)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -68,10 +67,8 @@ class Roles:
     reference: Reference | None = None
     teacher: Teacher | None = None
     critic: Critic | None = None
-    reward_model: TrainedRewardModel | None = None
-    """The reward model of a schedule that trains it."""
-    recoveries: Callable[[], Metrics] = dict
-    """Returns how often workers failed and came back since the last call."""
+    reward_model: TrainedRewardModel | None = None  # the reward model of a schedule that trains it
+    recoveries: Callable[[], Metrics] = dict  # returns how often workers failed and came back since the last call
     instruments: StepInstruments | None = None
     replays: list[Saved] = dataclasses.field(default_factory=list)
     """What the session trains again: a part of a checkpoint, and no role."""
@@ -101,10 +98,8 @@ class Output:
 class Step:
     """One training step of a loop."""
 
-    number: int
-    """From 1 on."""
-    validates: bool = False
-    """True if the policy is validated after this step."""
+    number: int  # from 1 on
+    validates: bool = False  # True if the policy is validated after this step
     metrics: Metrics = dataclasses.field(default_factory=dict)
 
     def log(self, metrics: Metrics) -> None:
@@ -113,17 +108,28 @@ class Step:
 
 
 class StepProgress:
-    """Notes beside the bar of the training steps, if there is one, and intervals of their phases."""
+    """Notes beside the bar of the training steps, if there is one, and times and intervals of their phases."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.bar, self.timeline = Bar(), timeline
-        self.on_phase: Callable[[str], None] = lambda phase: None
-        """Called with the name of each phase before it begins."""
+        self.on_phase: Callable[[str], None] = lambda phase: None  # called with the name of each phase before it begins
 
     def phase(self, name: str) -> None:
         self.on_phase(name)
         fault_point("driver.phase", phase=name)
-        self.bar.advance(0, PHASES[name][0] if name in PHASES else name)
+        self.bar.advance(0, PHASES.get(name, (name,))[0])
+
+    @contextmanager
+    def timed(self, phase: str, timings: Metrics) -> Iterator[None]:
+        """Begin a phase, and add the seconds that it takes to `timings`, as `timing_s/PHASE`."""
+        self.phase(phase)
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds, name = time.perf_counter() - started, f"timing_s/{phase}"
+            timings[name] = timings.get(name, 0.0) + seconds
+            self.timeline.ended(PHASES[phase][1] if phase in PHASES else "controller", phase, seconds)
 
     def counting(self, submit: Callable[[Rollout], None], total: int | None = None) -> Callable[[Rollout], None]:
         """Return `submit`, which notes how many of the `total` responses have ended, if there is a total."""
@@ -138,26 +144,6 @@ class StepProgress:
                 self.bar.advance(0, f"{PHASES['gen'][0]} {count} of {total}")
 
         return submit_and_count
-
-
-class Timer:
-    def __init__(self, progress: StepProgress) -> None:
-        self.progress = progress
-        self.seconds: dict[str, float] = defaultdict(float)
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        self.progress.phase(phase)
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            seconds = time.perf_counter() - started
-            self.seconds[phase] += seconds
-            self.progress.timeline.ended(PHASES[phase][1] if phase in PHASES else "controller", phase, seconds)
-
-    def metrics(self) -> Metrics:
-        return {f"timing_s/{phase}": seconds for phase, seconds in self.seconds.items()}
 
 
 def advancing(bar: Bar, submit: Callable[[Rollout], None]) -> Callable[[Rollout], None]:

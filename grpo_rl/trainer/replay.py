@@ -31,47 +31,45 @@ _COLUMNS = (
 class Kept:
     """A group, or the best and the worst of one."""
 
-    since: int
-    """The step, or the iteration, that learnt them first."""
+    since: int  # the step, or the iteration, that learnt them first
     number: int
     rollouts: Sequence[Rollout]
 
     @classmethod
     def of(cls, since: int, number: int, rollouts: Sequence[Rollout]) -> Kept:
         """Return copies of rollouts, whose tokens lie in a block that is freed when its step is over."""
-
-        def copied(rollout: Rollout) -> Rollout:
+        copies = []
+        for rollout in rollouts:
             ids, logprobs = np.array(rollout.response_ids), np.array(rollout.rollout_logprobs)
-            return replace(rollout, response_ids=ids, rollout_logprobs=logprobs, text="")
-
-        return cls(since, number, list(map(copied, rollouts)))
+            copies.append(replace(rollout, response_ids=ids, rollout_logprobs=logprobs, text=""))
+        return cls(since, number, copies)
 
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> Kept:
-        """Return what `row` wrote. Raises ValueError for values that no rollout has."""
-        prompt = Prompt(**row["prompt"])
-        for rollout in row["rollouts"]:
-            rollout["versions"] = tuple(map(tuple, rollout["versions"]))
-            rollout["steps"] = None if rollout["steps"] is None else tuple(map(tuple, rollout["steps"]))
-        group = cls(int(row["since"]), int(row["number"]), [Rollout(prompt, **rollout) for rollout in row["rollouts"]])
-        group.check()
-        return group
-
-    def check(self) -> None:
-        """Raise ValueError for values that no rollout has: a checkpoint may come from somebody else."""
-        if not any(isinstance(rollout.reward, int | float) for rollout in self.rollouts):
-            raise ValueError("a row has no response with a reward")
-        for rollout in self.rollouts:
+        """Return what `row` wrote. Raises ValueError for values that no rollout has: a checkpoint may come from somebody else."""
+        prompt, rollouts = Prompt(**row["prompt"]), []
+        for columns in row["rollouts"]:
+            columns["versions"] = tuple(map(tuple, columns["versions"]))
+            columns["steps"] = None if columns["steps"] is None else tuple(map(tuple, columns["steps"]))
+            rollouts.append(rollout := Rollout(prompt, **columns))
             logprobs_T, lengths = np.asarray(rollout.rollout_logprobs), [length for _, length in rollout.versions]
-            for ids_T in map(np.asarray, (rollout.prompt.token_ids, rollout.response_ids)):
+            for ids_T in map(np.asarray, (prompt.token_ids, rollout.response_ids)):
                 if ids_T.ndim != 1 or not len(ids_T) or ids_T.min() < 0:
                     raise ValueError("a prompt or a response has other tokens than whole numbers from 0 on")
             if logprobs_T.shape != (len(rollout.response_ids),) or sum(lengths) != len(logprobs_T) or min(lengths) < 1:
                 raise ValueError("a response has other numbers of tokens, versions and log-probs")
             scores = [score for score in (rollout.reward, rollout.baseline) if score is not None]
             numbers = [*scores, *rollout.reward_parts.values(), *(number for step in rollout.steps or () for number in step)]
-            if not np.isfinite(logprobs_T).all() or not all(_is_number(number) for number in numbers):
+            types = {type(number) for number in numbers}
+            if (
+                not np.isfinite(logprobs_T).all()
+                or not types <= {int, float}
+                or not all(abs(x) <= LARGEST_REWARD for x in numbers)
+            ):
                 raise ValueError("a log-prob or a reward is no finite number")
+        if all(rollout.reward is None for rollout in rollouts):
+            raise ValueError("a row has no response with a reward")
+        return cls(int(row["since"]), int(row["number"]), rollouts)
 
     def row(self) -> dict[str, Any]:
         prompt = self.rollouts[0].prompt
@@ -83,8 +81,7 @@ class Kept:
 class Replay:
     """What was sampled and may be learnt again. Implements `protocols.Saved`."""
 
-    file: ClassVar[str]
-    """The file of a checkpoint that contains it."""
+    file: ClassVar[str]  # the file of a checkpoint that contains it
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -142,12 +139,10 @@ class PairReplay(Replay):
 
     def add(self, new: Sequence[Sequence[Rollout]], iteration: int) -> None:
         """Take in the new pairs of a batch, and forget as many as are too many."""
-        pairs = [*self.kept, *(Kept.of(iteration, self.num_seen + place, pair) for place, pair in enumerate(new))]
+        pairs = [*self.kept, *(Kept.of(iteration, number, pair) for number, pair in enumerate(new, self.num_seen))]
         self.num_seen += len(new)
-        self.kept = sorted(sorted(pairs, key=self._priority)[: self.capacity], key=lambda pair: pair.number)
-
-    def _priority(self, pair: Kept) -> bytes:
-        return hashlib.blake2b(f"{self.seed}:{pair.number}".encode(), digest_size=8).digest()
+        pairs.sort(key=lambda pair: hashlib.blake2b(f"{self.seed}:{pair.number}".encode(), digest_size=8).digest())
+        self.kept = sorted(pairs[: self.capacity], key=lambda pair: pair.number)
 
 
 class GroupReplay(Replay):
@@ -174,23 +169,21 @@ class GroupReplay(Replay):
         """Return the groups to train, kept ones, the newest first, in place of those without a signal; and
         metrics.
         """
-        groups = by_uid(trained)
-        useful = [group for group in groups.values() if _has_signal(group)]
+        groups = list(by_uid(trained).values())
+        useful = [group for group in groups if _has_signal(group)]
         replayed = self.of_step(step)[: max(0, self.batch_size - len(useful))]
-        self.kept = [group for group in self.kept if step - group.since <= self.max_age]
         # In the others' places, so that each of several mini-batches has its share of both.
         spare = [group.rollouts for group in replayed]
-        filled = [spare.pop(0) if spare and not _has_signal(group) else group for group in groups.values()] + spare
-        self.kept += [Kept.of(step, 0, group) for group in useful if _success(group) <= self.max_success]
-        ages = [step - group.since for group in replayed]
+        filled = [spare.pop(0) if spare and not _has_signal(group) else group for group in groups] + spare
+        self.kept = [group for group in self.kept if step - group.since <= self.max_age]
+        for group in useful:
+            rewards = [rollout.reward for rollout in group if rollout.reward is not None]
+            if rewards.count(max(rewards)) / len(rewards) <= self.max_success:
+                self.kept.append(Kept.of(step, 0, group))
         metrics = {"replay/groups": float(len(replayed)), "replay/kept": float(len(self.kept))}
-        if ages:
-            metrics["replay/age_mean"] = sum(ages) / len(ages)
+        if replayed:
+            metrics["replay/age_mean"] = sum(step - group.since for group in replayed) / len(replayed)
         return [rollout for group in filled for rollout in group], metrics
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST_REWARD
 
 
 def _plain(value: Any) -> Any:
@@ -199,9 +192,3 @@ def _plain(value: Any) -> Any:
 
 def _has_signal(group: Sequence[Rollout]) -> bool:
     return len({rollout.reward for rollout in group}) > 1
-
-
-def _success(group: Sequence[Rollout]) -> float:
-    """Return the share of a group's responses that have its highest reward."""
-    rewards = [rollout.reward for rollout in group if rollout.reward is not None]
-    return rewards.count(max(rewards)) / len(rewards)

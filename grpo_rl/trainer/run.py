@@ -19,7 +19,7 @@ from grpo_rl.telemetry.diagnosis.run_record import Finding
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.metrics.validation import validation_score
 from grpo_rl.telemetry.rollout_log import write_rollouts
-from grpo_rl.trainer.parts import Step, Timer, is_due
+from grpo_rl.trainer.parts import Step, is_due
 from grpo_rl.trainer.saving import Saving
 from grpo_rl.trainer.session import Schedule, Session
 from grpo_rl.types import Metrics
@@ -38,24 +38,19 @@ class RunLoop:
         self.progress = session.progress
         self.progress.on_phase = self._phase
         self.timeline = session.output.timeline
-        session.run_steps = self.steps
+        session.steps = self.steps
         self.total_steps = session.total_steps
         self.saving = Saving(self.config, self.roles, self.output)
         self.store = self.saving.store
         self._nonfinite_in_a_row = 0
-        self._seconds: list[float] = []
-        """The seconds that each step took."""
+        self._seconds: list[float] = []  # the seconds that each step took
         self.alarms = Alarms(dataclasses.asdict(self.config))
-        self._begun: Sequence[Finding] = ()
-        """The alarms that began in the last step."""
-        self._before: dict[str, Any] | None = None
-        """The state at the beginning of the step."""
+        self._begun: Sequence[Finding] = ()  # the alarms that began in the last step
+        self._before: dict[str, Any] | None = None  # the state at the beginning of the step
         self._open: tuple[Step, float] | None = None
         """The step, and when it began; also after the loop was left in the middle of it."""
-        self._best: tuple[int, float] | None = None
-        """The step with the best validation, and its score."""
-        self._unlogged: Metrics | None = None
-        """Metrics of a step that is trained, and not validated, saved and logged yet."""
+        self._best: tuple[int, float] | None = None  # the step with the best validation, and its score
+        self._unlogged: Metrics | None = None  # metrics of a step that is trained, and not validated, saved and logged yet
 
     @property
     def step(self) -> int:
@@ -81,7 +76,10 @@ class RunLoop:
             raise self._saved(request) from None
         except Exception as error:
             if isinstance(error, DataError) and self._before is not None and self._open is not None:
-                self._keep_finished()
+                # What was trained before a step whose data cannot be used is saved.
+                self.load_state_dict(self._before)
+                if self.config.trainer.save_freq > 0 and self.step > max([0, *self.store.steps()]):
+                    self.saving.begin(self.step, self.state_dict())
             self.saving.rescue()
             raise
         finally:
@@ -172,12 +170,9 @@ class RunLoop:
         Raises DivergedError after more such steps in a row than `trainer.max_nonfinite_steps`.
         """
         left_out = [key.removesuffix("/nonfinite") for key, share in metrics.items() if key.endswith("/nonfinite") and share]
-        if not left_out:
-            self._nonfinite_in_a_row = 0
-            return
-        self._nonfinite_in_a_row += 1
+        self._nonfinite_in_a_row = self._nonfinite_in_a_row + 1 if left_out else 0
         log = ""
-        if self.session.trained:
+        if left_out and self.session.trained:
             path = self.output.run_dir.path / f"nonfinite_step_{self.step}.jsonl"
             log = f"\n  log: {write_rollouts(path, self.session.trained)}"
         skips = self.config.trainer.on_nonfinite == "skip"
@@ -198,9 +193,9 @@ class RunLoop:
             metrics |= self.session.evaluate()
         saves = trainer.save_freq > 0 and (last or is_due(self.step, trainer.save_freq))
         if (saves | self._is_best(metrics)) and not self.saving.is_saved(self.step):
-            with (timer := Timer(self.progress))("save"):
+            with self.progress.timed("save", timings := dict[str, float]()):
                 self.saving.begin(self.step, self.state_dict())
-            metrics |= timer.metrics()
+            metrics |= timings
         if not last:
             self.saving.begin_own(self.step, self.state_dict)
         if self.saving.num_failed:
@@ -265,13 +260,6 @@ class RunLoop:
     def keep(self) -> None:
         """Commit the state as it is, if it is not committed. Raises CheckpointError."""
         self.saving.settle(self.step, self.state_dict)
-
-    def _keep_finished(self) -> None:
-        """Save what was trained before a step whose data cannot be used."""
-        assert self._before is not None
-        self.load_state_dict(self._before)
-        if self.config.trainer.save_freq > 0 and self.step > max([0, *self.store.steps()]):
-            self.saving.begin(self.step, self.state_dict())
 
     def _saved(self, request: Preempted) -> Preempted:
         """Save the newest state between two steps, and return the request with what was saved."""
@@ -361,7 +349,7 @@ def single_step(session: Session, schedule: Schedule) -> Metrics:
     session.step += 1
     session.begin_step()
     step = Step(session.step)
-    session.run_steps = lambda: iter([step])
+    session.steps = lambda: iter([step])
     schedule(session)
     session.end_step(step)
     return step.metrics

@@ -17,18 +17,15 @@ from grpo_rl.errors import CheckpointError, GrpoRlError
 from grpo_rl.trainer.parts import Output, Roles
 
 _WAIT_S = 1.0
-RESCUE_S = 10.0
-"""Seconds that a run which fails waits for a save that is nearly done."""
+RESCUE_S = 10.0  # seconds that a run which fails waits for a save that is nearly done
 OWN_EVERY_S, OWN_SHARE = 60.0, 0.02
 """The fewest seconds between two checkpoints that a run writes for itself, and the share of its time that they may take."""
 
 
 class Saving:
-    """The saves of one run, at most one at a time.
-
-    A run without `save_freq` writes some for itself, to go on from if it loses ranks, in a folder that no
-    later command looks into.
-    """
+    """The saves of one run, at most one at a time. A run without `save_freq` writes some for itself, to go on from if it loses ranks,
+    in a folder that no later command looks into. A step that is due is committed by a later `poll` or `finish`. What fails is
+    warned of; it raises CheckpointError if `on_save_error` is stop."""
 
     def __init__(self, config: Config, roles: Roles, output: Output) -> None:
         self.trainer = config.trainer
@@ -50,38 +47,31 @@ class Saving:
         """Return whether a checkpoint of this step is there or being written."""
         return (self._going is not None and self._going.step == step) or step in self.store.steps()
 
-    def begin(self, step: int, state: dict[str, Any]) -> None:
-        """Save the roles' state as it is now, and `state`; a later `poll` or `finish` may commit it.
-
-        Raises CheckpointError if that fails and `on_save_error` is stop.
-        """
+    def begin(self, step: int, state: dict[str, Any], store: CheckpointStore | None = None) -> None:
+        """Save the roles' state as it is now, and `state`, in the run's checkpoints or for its own recovery."""
         self.finish()
-        with self._tolerant(self.store):
-            self._begin(step, state, self.store)
+        if store is None or store is self.own:  # the own one before may just have failed
+            with self._tolerant(store or self.store):
+                self._begin(step, state, store or self.store)
 
     def begin_own(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
         """Save for this run's own recovery, if that is due."""
         began = time.monotonic()
         if self.own is None or began < self._next_own:
             return
-        self.finish()
-        if self.own is not None:  # the one before may just have failed
-            with self._tolerant(self.own):
-                self._begin(step, state(), self.own)
+        self.begin(step, state(), self.own)
         current_time = time.monotonic()
         self._next_own = current_time + max(OWN_EVERY_S, (current_time - began) / OWN_SHARE)
 
     def poll(self) -> None:
-        """Commit the present save if all of it is written, without waiting. Raises as `begin`."""
-        if self._going is not None:
-            with self._tolerant(self._going.store):
-                self._advance(0.0)
+        """Commit the present save if all of it is written, without waiting."""
+        with self._tolerant():
+            self._advance(0.0)
 
     def finish(self) -> None:
-        """Wait for the present save, and commit it. Raises as `begin`."""
-        if self._going is not None:
-            with self._tolerant(self._going.store):
-                self._finish(self.trainer.step_timeout_s)
+        """Wait for the present save, and commit it."""
+        with self._tolerant():
+            self._finish(self.trainer.step_timeout_s)
 
     def settle(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
         """Commit this step, the last of a run, also if an earlier try failed. Raises CheckpointError."""
@@ -118,9 +108,9 @@ class Saving:
 
     def _finish(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        while self._going is not None and not self._advance(_WAIT_S):
-            if time.monotonic() > deadline:
-                going, self._going = self._going, None
+        while not self._advance(_WAIT_S):
+            if (going := self._going) is not None and time.monotonic() > deadline:
+                self._going = None
                 going.store.abandon(going)
                 raise CheckpointError(
                     f"the checkpoint of step {going.step} was not written within {timeout_s:.0f} s, and is given up; "
@@ -128,9 +118,9 @@ class Saving:
                 )
 
     def _advance(self, wait_s: float) -> bool:
-        """Return whether the present save is done, after about `wait_s` at most. Raises its error."""
-        going = self._going
-        assert going is not None
+        """Return whether there is no save, or it is done after about `wait_s` at most. Raises its error."""
+        if (going := self._going) is None:
+            return True
         with self._writing(going):
             if self._committing is None:
                 written: Files = {}
@@ -165,11 +155,12 @@ class Saving:
             raise
 
     @contextmanager
-    def _tolerant(self, store: CheckpointStore) -> Iterator[None]:
+    def _tolerant(self, store: CheckpointStore | None = None) -> Iterator[None]:
+        store = self._going.store if store is None and self._going is not None else store
         try:
             yield
         except CheckpointError as error:
-            if store is self.own:
+            if store is not None and store is self.own:
                 self.output.console.warn(f"{error}. This run has no other checkpoint to go back to when it loses ranks")
                 self.own = None
                 return

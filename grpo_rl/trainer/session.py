@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import numpy as np
@@ -30,16 +31,7 @@ from grpo_rl.trainer.metrics import (
     staleness_metrics,
     throughput,
 )
-from grpo_rl.trainer.parts import (
-    Output,
-    Roles,
-    Step,
-    StepProgress,
-    Timer,
-    advancing,
-    training_sampling,
-    validation_sampling,
-)
+from grpo_rl.trainer.parts import Output, Roles, Step, StepProgress, advancing, training_sampling, validation_sampling
 from grpo_rl.trainer.replay import GroupReplay, PairReplay
 from grpo_rl.trainer.rows import Rows, with_kl
 from grpo_rl.trainer.sampled.sampler import Sampler
@@ -78,40 +70,31 @@ class Session:
         self.train_data, self.val_data, self.total_steps = train_data, val_data, total_steps
         self.objective = objective or Objective()
         self.collected, self.code = collected or {}, code
-        self.step = 0
-        """The number of the current or last step; 0 before the first one."""
+        self.step = 0  # the number of the current or last step; 0 before the first one
         self.progress = StepProgress(output.timeline)
-        self.state: dict[str, Any] = {}
-        """What the loop needs to go on after a resume; a part of every checkpoint, as JSON."""
-        self.run_steps: Callable[[], Iterator[Step]] = lambda: iter(())
+        self.state: dict[str, Any] = {}  # what the loop needs to go on after a resume; a part of every checkpoint, as JSON
+        self.steps: Callable[[], Iterator[Step]] = lambda: iter(())
+        """Yields the steps to come, each followed by what is due. Raises Preempted after a signal."""
         self._reason_to_end: str | None = None
         self.overlaps = overlaps(config)
-        self.compares = self.objective.needs_pairs
-        """True if the loss compares the best and the worst response of each group."""
+        self.compares = self.objective.needs_pairs  # True if the loss compares the best and the worst response of each group
         self.rows = None if rows is None else Rows(config, rows, roles, self.objective, output.console)
         self.replay: GroupReplay | None = None
         self.pair_replay: PairReplay | None = None
         algorithm, iterate = config.algorithm, config.trainer.iterate
         if algorithm.replay.max_age and train_data is not None:
-            num_responses = config.rollout.n
-            self.replay = GroupReplay(algorithm.replay, config.data.train_batch_size, num_responses)
-            roles.replays.append(self.replay)
+            self.replay = GroupReplay(algorithm.replay, config.data.train_batch_size, config.rollout.n)
         if config.is_iterated and roles.reward_model is not None:
             self.pair_replay = PairReplay(iterate.replay_pairs, iterate.replay_share, config.trainer.seed)
-            roles.replays.append(self.pair_replay)
+        roles.replays = [replay for replay in (self.replay, self.pair_replay) if replay is not None]
         factors = {} if roles.rewarder is None else roles.rewarder.factors
-        of_turns = config.rollout.multi_turn.enable
-        self.advantage = Advantage(algorithm, factors, of_turns=of_turns)
+        self.advantage = Advantage(algorithm, factors, of_turns=config.rollout.multi_turn.enable)
         self.samples_greedily = "baselines" in self.advantage.needs
         """True if each prompt's responses are followed by its greedy one."""
         self.sampler = Sampler(self)
         self._selection = None if train_data is None else Selection(config, train_data, factors)
-        self._flight: InFlight | None = None
+        self._flight = None if train_data is None else InFlight(self)
         self.begin_step()
-
-    def steps(self) -> Iterator[Step]:
-        """Yield the steps to come, each followed by what is due. Raises Preempted after a signal."""
-        return self.run_steps()
 
     def end(self, reason: str) -> None:
         """Make this step the last one of the run, for a reason that the run prints."""
@@ -119,47 +102,41 @@ class Session:
 
     def begin_step(self) -> None:
         """Forget the notes of the last step; the run calls it."""
-        self._timer = Timer(self.progress)
         self._metrics: Metrics = {}
-        self.sampled: list[Rollout] = []
-        """All rollouts that were scored in this step."""
-        self.trained: list[Rollout] = []
-        """The rollouts that this step trains on."""
-        self.has_trained = False
-        """True once weights have changed in this step."""
+        self._timings: Metrics = {}
+        self.sampled: list[Rollout] = []  # all rollouts that were scored in this step
+        self.trained: list[Rollout] = []  # the rollouts that this step trains on
+        self.has_trained = False  # True once weights have changed in this step
         self.sampler.begin_step()
         self._row_of: dict[str, int] = {}
         self._batch: Batch | None = None
-        self._parts_of: Counts | None = None
-        """The counts of the mini-batch whose gradient is adding up."""
+        self._parts_of: Counts | None = None  # the counts of the mini-batch whose gradient is adding up
         if self._flight is not None:
             self._flight.has_taken = False
+
+    def _timer(self, phase: str) -> AbstractContextManager[None]:
+        return self.progress.timed(phase, self._timings)
 
     def end_step(self, step: Step) -> None:
         if self._parts_of is not None:
             raise ValueError("the step ends with gradients of forward_backward() that optim_step() has not taken")
         metrics = self._metrics
         if self.sampled:
-            metrics = rollout_metrics(self.sampled) | metrics | {"trainer/epoch": float(self.selection.epoch)}
-            metrics |= self._keep_rollouts()
+            metrics = rollout_metrics(self.sampled) | metrics | {"trainer/epoch": float(self.selection.sampler.epoch)}
+            rollouts = self.sampled
+            if self.roles.audit is not None:
+                metrics |= self.roles.audit.wait(self.output.console.warn)
+                rollouts = self.roles.audit.logged(rollouts)
+            if self.config.trainer.save_rollouts:
+                advantages = logged_advantages(rollouts, self.trained, self._batch)
+                self.output.rollouts.write("rollouts", self.step, rollouts, advantages)
         if self._batch is not None:
-            seconds = sum(self._timer.seconds.values())
+            seconds = sum(self._timings.values())
             if self.rows is None:
                 metrics |= batch_metrics(self._batch, seconds)
             else:
                 metrics |= {"trainer/epoch": float(self.rows.order.epoch)} | throughput(self._batch, seconds)
-        step.metrics = metrics | step.metrics | self._timer.metrics()
-
-    def _keep_rollouts(self) -> Metrics:
-        """Write what was sampled, with its audit and its advantages. Returns the metrics of the audit."""
-        audit, metrics, rollouts = self.roles.audit, dict[str, float](), self.sampled
-        if audit is not None:
-            metrics = audit.wait(self.output.console.warn)
-            rollouts = audit.logged(rollouts)
-        if self.config.trainer.save_rollouts:
-            advantages = logged_advantages(rollouts, self.trained, self._batch)
-            self.output.rollouts.write("rollouts", self.step, rollouts, advantages)
-        return metrics
+        step.metrics = metrics | step.metrics | self._timings
 
     @property
     def actor(self) -> Actor:
@@ -222,9 +199,7 @@ class Session:
         with self._timer("reward"):
             rewarded = self.rewarded(rollouts)
         self.selection.note(self._row_of, rewarded)
-        sampled = list(rewarded)
-        if self._flight is not None:
-            sampled, self._flight.rejected = sampled + self._flight.rejected, []
+        sampled, self.flight.rejected = [*rewarded, *self.flight.rejected], []
         self.sampled += sampled
         if self.roles.audit is not None:
             self.roles.audit.submit(sampled)
@@ -245,11 +220,11 @@ class Session:
         of each group. With `algorithm.replay`: earlier groups in place of those without a signal. Raises
         WeightVersionError for a token older than the schedule declared.
         """
-        if self.selection.refills and self._flight is not None and self._flight.has_taken:
-            trained, metrics = with_reward(rollouts), self._flight.refilling
+        if self.selection.refills and self.flight.has_taken:
+            trained, metrics = with_reward(rollouts), self.flight.refilling
         else:
             num_spared = 0 if self.replay is None else len(self.replay.of_step(self.step))
-            trained, metrics = self.selection.choose(rollouts, self._more_rollouts, num_spared)
+            trained, metrics = self.selection.choose(rollouts, lambda: self.score(self.sample(self.next_prompts())), num_spared)
         self._metrics |= metrics
         if self.overlaps:
             staleness, bound = staleness_metrics(trained, self.version), max_staleness(self.config)
@@ -267,15 +242,10 @@ class Session:
             self._metrics |= replayed
         return trained
 
-    def _more_rollouts(self) -> list[Rollout]:
-        return self.score(self.sample(self.next_prompts()))
-
     @property
     def flight(self) -> InFlight:
         """The groups that were drawn and not trained."""
-        if self._flight is None:
-            self._flight = InFlight(self)
-        return self._flight
+        return _required(self._flight, "training data")
 
     @property
     def num_in_flight(self) -> int:
@@ -345,11 +315,10 @@ class Session:
         """Return the next `data.train_batch_size` rows as a batch. Raises DataError for a row that cannot be used."""
         rows = _required(self.rows, "rows")
         with self._timer("data"):
-            batch = rows.draw()
+            self._batch = batch = rows.draw()
         if self.objective.needs_kl:
             with self._timer("kl"):
-                batch = with_kl(batch, self.actor)
-        self._batch = batch
+                self._batch = batch = with_kl(batch, self.actor)
         return batch
 
     def logprobs(self, batch: Batch, of: Literal["old", "reference", "teacher"] | None = None) -> Batch:
@@ -412,7 +381,6 @@ class Session:
         """
         if self._parts_of is not None:
             raise ValueError("update() after forward_backward(): optim_step() takes the step of its gradients first")
-        self._check_advantages("update")
         return self._of_trained("update", batch)
 
     def forward_backward(self, batch: Batch, whole: Batch | None = None) -> None:
@@ -421,7 +389,6 @@ class Session:
         The loss is averaged over the whole, so that its parts have the gradient that `update` has on a mini-batch of it. Raises
         ValueError for parts of different batches, and for a loss that looks at all of a mini-batch at once.
         """
-        self._check_advantages("forward_backward")
         counts = (batch if whole is None else whole).counts()
         if self._parts_of not in (None, counts):
             raise ValueError(
@@ -437,12 +404,10 @@ class Session:
         self._parts_of = None
         return self._of_trained("optim_step", counts)
 
-    def _check_advantages(self, verb: str) -> None:
-        if self._batch is None:
-            raise ValueError(f"{verb}() needs a batch that advantages() has returned in this step")
-
     def _of_trained(self, verb: Literal["update", "forward_backward", "optim_step"], *arguments: Any) -> Metrics:
         """Call the critic's verb, and the actor's after the critic's warm-up; return their metrics."""
+        if self._batch is None:
+            raise ValueError(f"{verb}() needs a batch that advantages() has returned in this step")
         actor = self.actor if self.step > self.config.trainer.critic_warmup else None
         metrics: Metrics = {}
         for phase, role in (("update_critic", self.roles.critic), ("update_actor", actor)):
@@ -489,14 +454,14 @@ class Session:
 
         Responses go to `val/step_N.jsonl`. In iterated training the reward of the rules is measured.
         """
-        metrics, timer, console = dict[str, float](), Timer(self.progress), self.output.console
-        if self.rows is not None and self.rows.val_data is not None:
-            with timer("testing"):
+        metrics, timings, console = dict[str, float](), dict[str, float](), self.output.console
+        if self.rows is not None and "val" in self.rows.sets:
+            with self.progress.timed("testing", timings):
                 metrics |= self.rows.measure()
         if self.val_data is not None:
             n = self.config.rollout.val_kwargs.n
             prompts = [self.val_data.prompt(row, f"val-{row}") for row in range(len(self.val_data))]
-            with timer("testing"), console.progress("validating", len(prompts) * n, keep=False) as bar:
+            with self.progress.timed("testing", timings), console.progress("validating", len(prompts) * n, keep=False) as bar:
                 if self.roles.actor is not None:
                     self.rollout.sync_weights(self.roles.actor)
                 on_finish = advancing(bar, self.rewarder.submit)
@@ -504,12 +469,12 @@ class Session:
                 rollouts = by_rule(scored(self.rewarder, rollouts, console.warn))
             self.output.rollouts.write("val", self.step, rollouts)
             metrics |= validation_metrics(rollouts, n)
-        return metrics | timer.metrics()
+        return metrics | timings
 
     @property
     def validates(self) -> bool:
         """True if there is anything to validate on."""
-        return self.val_data is not None or (self.rows is not None and self.rows.val_data is not None)
+        return self.val_data is not None or (self.rows is not None and "val" in self.rows.sets)
 
     def ended(self) -> str | None:
         """Return why no further step can be done, and what to do about it; None while there is one."""
@@ -517,7 +482,7 @@ class Session:
             return "trainer.val_only=true validates and trains nothing"
         if self._reason_to_end is not None:
             return self._reason_to_end
-        if self._selection is None or not self._selection.exhausted or (self._flight is not None and self._flight.has_batch):
+        if self._selection is None or not self._selection.exhausted or self.flight.has_batch:
             return None
         return (
             "fewer prompts than a batch are left, the others passed often enough to retire; give harder data, or raise "
@@ -528,14 +493,14 @@ class Session:
         """Return what decides the steps to come besides the weights, as JSON."""
         state: dict[str, Any] = {"loop": self.state}
         if self.rows is not None:
-            return state | {"sampler": self.rows.state_dict(), "num_rows": len(self.rows.train_data)}
+            return state | {"sampler": self.rows.state_dict(), "num_rows": len(self.rows.sets["train"])}
         if self._selection is None:
             return state
         state |= {"sampler": self.selection.state_dict(), "advantage": self.advantage.kl_controller.state_dict()}
         state["num_rows"] = len(self.selection.data)
         if self.config.rollout.function is not None:
             state["rollout_function"] = self.sampler.state
-        return state if self._flight is None else state | {"groups": self._flight.state_dict()}
+        return state | {"groups": self.flight.state_dict()} if self.flight.num_batches else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from this state. Raises CheckpointError for other training data."""
@@ -548,9 +513,8 @@ class Session:
             same_data = self.selection.load_state_dict(state["sampler"])
             self.advantage.kl_controller.load_state_dict(state["advantage"])
             self.sampler.state = state.get("rollout_function", {})
-            if "groups" in state or self._flight is not None:
-                none: dict[str, Any] = {"num_batches": 0, "waiting": []}
-                self.flight.load_state_dict(state.get("groups", none), same_data=same_data)
+            groups = state.get("groups", {"num_batches": 0, "waiting": []})
+            self.flight.load_state_dict(groups, same_data=same_data)
 
 
 def _required(part: Any, name: str) -> Any:
@@ -559,5 +523,4 @@ def _required(part: Any, name: str) -> Any:
     return part
 
 
-Schedule = Callable[[Session], None]
-"""A loop over the steps of a session."""
+Schedule = Callable[[Session], None]  # A loop over the steps of a session

@@ -7,6 +7,7 @@ import queue
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -24,8 +25,7 @@ SLACK = 1.5
 LEAVE_AGAIN_S = 2.0
 LOOK_S = 0.2
 NOTICE_S = 1.0
-ONE_PRESS_S = 0.5
-"""Seconds in which signals count as one Ctrl-C, which `timeout` and srun pass on once more."""
+ONE_PRESS_S = 0.5  # seconds in which signals count as one Ctrl-C, which `timeout` and srun pass on once more
 INTERRUPTED_CODE, PREEMPTED_CODE = 130, 75
 
 
@@ -45,18 +45,14 @@ class Stop:
         notice: Callable[[str], None] = lambda text: write_now(f"\n{text}\n"),
         give_back_terminal: Callable[[], None] = lambda: None,
     ) -> None:
-        self.grace_s = grace_s
-        self.on_deadline = on_deadline
-        """Called by another thread just before the grace period ends the process."""
-        self.notice = notice
-        """Shows a line; called by another thread."""
-        self.give_back_terminal = give_back_terminal
-        """Called before the process ends; it takes no lock."""
+        """`on_deadline` is called by another thread just before the grace period ends the process, `notice` shows a line by another
+        thread, `give_back_terminal` is called before the process ends, and takes no lock."""
+        self.grace_s, self.notice, self.give_back_terminal = grace_s, notice, give_back_terminal
+        self._at_deadline = [on_deadline]
         self.signal: str | None = None
         self._deadline = float("inf")
         self._interruptible = True
-        self._step_started: float | None = None
-        self._step_s = self._save_s = float("inf")
+        self._step_started = self._step_s = self._save_s = float("inf")
         self._next_leave = 0.0
         self._interrupted_at = float("inf")
         self._watcher: threading.Thread | None = None
@@ -79,17 +75,11 @@ class Stop:
     @contextmanager
     def calling_at_deadline(self, call: Callable[[], None]) -> Iterator[None]:
         """Do `call` too, before what is called otherwise, if the grace period ends within the block."""
-        outer_call = self.on_deadline
-
-        def call_all() -> None:
-            call()
-            outer_call()
-
-        self.on_deadline = call_all
+        self._at_deadline.insert(0, call)
         try:
             yield
         finally:
-            self.on_deadline = outer_call
+            self._at_deadline.remove(call)
 
     def close(self) -> None:
         """Give the signals back to the handlers that they had before."""
@@ -114,7 +104,7 @@ class Stop:
         self._step_started = time.monotonic()
 
     def step_ends(self, save_s: float | None = None) -> None:
-        if self._step_started is not None:
+        if self._step_started < float("inf"):
             self._step_s = time.monotonic() - self._step_started
         if save_s is not None:
             self._save_s = save_s
@@ -134,7 +124,9 @@ class Stop:
             self.give_back_terminal()
             write_now("\ninterrupted again: ended at once\n")
             os._exit(INTERRUPTED_CODE)
-        if not _is_inside(frame, NOT_INSIDE):  # otherwise `_watch` sends a signal again, a moment later
+        modules = (str(inner.f_globals.get("__name__", "")) for inner, _ in traceback.walk_stack(frame))
+        # Otherwise `_watch` sends a signal again, a moment later.
+        if not any(module.startswith(NOT_INSIDE) for module in modules):
             self._leave_if_due()
 
     def _leave_if_due(self) -> None:
@@ -148,11 +140,9 @@ class Stop:
 
     def _fits(self) -> bool:
         """Return whether this step, if it takes a little longer than the last one, leaves time to save."""
-        if self._step_started is None:
-            return False
         save_s = self._save_s if self._save_s < float("inf") else self.grace_s / 4
         end = self._step_started + SLACK * self._step_s
-        return time.monotonic() < end and end + SLACK * save_s < self._deadline
+        return time.monotonic() < end < self._deadline - SLACK * save_s
 
     def _watch(self) -> None:
         name = self._came.get()
@@ -165,18 +155,11 @@ class Stop:
         while not self._over.wait(LOOK_S):
             if time.monotonic() > self._deadline:
                 self.give_back_terminal()
-                self.on_deadline()
+                for call in tuple(self._at_deadline):
+                    call()
                 write_now("\nthe grace period is over: ended in the middle of a phase; the last commit is untouched\n")
                 os._exit(PREEMPTED_CODE)
             if self._interruptible and not self._fits():
                 # Python runs handlers in the main thread, and only there an exception reaches the training loop.
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
         notice.join(NOTICE_S)
-
-
-def _is_inside(frame: FrameType | None, modules: tuple[str, ...]) -> bool:
-    while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).startswith(modules):
-            return True
-        frame = frame.f_back
-    return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -10,30 +10,13 @@ from torch import Tensor
 
 from grpo_rl.frozen import frozen
 
-PIECE = 1 << 17
-"""Tokens per piece, unless one response is longer: 1 MiB in float64, which stays in the cache."""
+PIECE = 1 << 17  # tokens per piece, unless one response is longer: 1 MiB in float64, which stays in the cache
 
 BLOCK = 32
 
 
 def spread(x_N: Tensor, lengths_N: Tensor) -> Tensor:
     return torch.from_numpy(np.repeat(x_N.float().numpy(), lengths_N.numpy()))
-
-
-def sums(x_T: Tensor, lengths_N: Tensor) -> Tensor:
-    """In float64; 0 for an empty response."""
-    total_N = torch.zeros(len(lengths_N), dtype=torch.float64)
-    filled_N = lengths_N > 0
-    lengths = lengths_N[filled_N]
-    ends = lengths.cumsum(0)
-    pieces = []
-    for rows in _consecutive(lengths.tolist()):
-        start = int(ends[rows.start] - lengths[rows.start])
-        piece_T = x_T[start : int(ends[rows.stop - 1])].double()
-        offsets = (ends[rows] - lengths[rows] - start).numpy()
-        pieces.append(torch.from_numpy(np.add.reduceat(piece_T.numpy(), offsets)))
-    total_N[filled_N] = torch.cat(pieces) if pieces else total_N.new_zeros(0)
-    return total_N
 
 
 @frozen
@@ -95,15 +78,3 @@ def whiten_(x_T: Tensor) -> Tensor:
     for piece in pieces:
         piece.copy_((piece.double() - mean).mul_(scale))
     return x_T
-
-
-def _consecutive(lengths: Sequence[int]) -> Iterator[slice]:
-    """Runs of responses with together at most PIECE tokens, at least one response each."""
-    start = filled = 0
-    for n, length in enumerate(lengths):
-        if n > start and filled + length > PIECE:
-            yield slice(start, n)
-            start, filled = n, 0
-        filled += length
-    if len(lengths) > start:
-        yield slice(start, len(lengths))

@@ -18,19 +18,15 @@ from grpo_rl.registry import Registry
 class AdvantageInput:
     """Optional columns are there if declared (`NEEDS`). K counts all rollouts' steps, P a reward's parts."""
 
-    of_tokens_T: Tensor | None
-    """The reward of every token, if it does not follow from the outcomes: see `token_rewards_T`."""
+    of_tokens_T: Tensor | None  # the reward of every token, if it does not follow from the outcomes: see `token_rewards_T`
     lengths_N: Tensor
     group_N: Tensor
-    rewards_N: Tensor
-    """The outcomes, also of empty responses."""
+    rewards_N: Tensor  # the outcomes, also of empty responses
     values_T: Tensor | None = None
     baselines_N: Tensor | None = None
-    step_ends_K: Tensor | None = None
-    """Position on the token axis of each reasoning step's last token, in any order."""
+    step_ends_K: Tensor | None = None  # position on the token axis of each reasoning step's last token, in any order
     step_rewards_K: Tensor | None = None
-    step_states_K: Tensor | None = None
-    """Equal numbers within a group are one state, in which steps begin."""
+    step_states_K: Tensor | None = None  # equal numbers within a group are one state, in which steps begin
     reward_parts_NP: Tensor | None = None
 
     @property
@@ -42,7 +38,7 @@ class AdvantageInput:
         """Float64: the sum of a response's token rewards, or its outcome if it has no token."""
         if self.of_tokens_T is None:  # a sum of zeros and of the outcome in float32
             return torch.where(self.lengths_N > 0, self.rewards_N.float().double(), self.rewards_N.double())
-        sums_N = blockwise.sums(self.of_tokens_T, self.lengths_N)
+        sums_N = Segments(self.lengths_N).sum(self.of_tokens_T.double())
         return torch.where(self.lengths_N > 0, sums_N, self.rewards_N.double())
 
     def column(self, name: str) -> Tensor:
@@ -54,8 +50,7 @@ class AdvantageInput:
 @frozen
 class AdvantageOutput:
     advantages_T: Tensor
-    returns_T: Tensor | None = None
-    """The targets of a critic, if rewards are discounted token by token."""
+    returns_T: Tensor | None = None  # the targets of a critic, if rewards are discounted token by token
 
 
 @frozen
@@ -82,9 +77,8 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "states": ("step_states_K",),
     "parts": ("reward_parts_NP",),
 }
-"""What an estimator can need (`@needs`), with the columns that it reads then: several responses per prompt, a
-critic, greedy responses, a reward that scores steps, episodes whose turns are the steps and have states, a
-reward in parts."""
+"""What an estimator can need (`@needs`), with the columns that it reads then: several responses per prompt, a critic, greedy
+responses, a reward that scores steps, episodes whose turns are the steps and have states, a reward in parts."""
 
 ADVANTAGES: Registry[AdvantageEstimator] = Registry(
     "advantage estimator", "estimator(inp: AdvantageInput, *, option=default, ...) -> AdvantageOutput"
@@ -103,18 +97,12 @@ def token_rewards(rewards_N: Tensor, lengths_N: Tensor, kl_T: Tensor | None = No
     ValueError for an outcome that is not finite.
     """
     check_rewards(rewards_N)
-    segments = Segments(lengths_N)
-    last_N = segments.last_index_N[segments.nonempty_N]
-    if kl_T is None:
-        rewards_T = torch.zeros(segments.num_tokens)
-        rewards_T[last_N] = rewards_N[segments.nonempty_N].float()
-        return rewards_T
-    rewards_T = -kl_coef * kl_T.double()
-    rewards_T[last_N] += rewards_N[segments.nonempty_N].double()
+    rewards_T = torch.zeros(int(lengths_N.sum())) if kl_T is None else -kl_coef * kl_T.double()
+    filled_N = lengths_N > 0
+    rewards_T[lengths_N.cumsum(0)[filled_N] - 1] += rewards_N[filled_N].to(rewards_T.dtype)
     return rewards_T.float()
 
 
 def check_rewards(rewards_N: Tensor) -> None:
-    if not bool(torch.isfinite(rewards_N).all()):
-        bad = (~torch.isfinite(rewards_N)).nonzero().flatten().tolist()
+    if bad := (~torch.isfinite(rewards_N)).nonzero().flatten().tolist():
         raise ValueError(f"the rewards of rollouts {bad[:8]} are not finite ({rewards_N[bad[0]].item()}); a reward is a number")

@@ -15,9 +15,8 @@ from grpo_rl.config.schema.kinds import Epsilon, Factor
 from grpo_rl.registry import formula_by, needs
 
 Std = Literal["group", "batch", "batch_rewards", "none"]
-"""The divisor of deviations: the standard deviation (n - 1) of the rewards in the group, of the deviations in
-the whole batch (ScaleRL, arXiv 2510.13786), of the rewards in the whole batch (Lite PPO, arXiv
-2508.08221), or nothing."""
+"""The divisor of deviations: the standard deviation (n - 1) of the rewards in the group, of the deviations in the whole batch
+(ScaleRL, arXiv 2510.13786), of the rewards in the whole batch (Lite PPO, arXiv 2508.08221), or nothing."""
 
 
 def divided(formula: str, options: Mapping[str, Any]) -> str:
@@ -45,7 +44,7 @@ def grpo(inp: AdvantageInput, *, std: Std = "group", epsilon: Epsilon = 1e-6) ->
     """
     groups = Groups(inp.group_N)
     scores_N = inp.scores_N()
-    return _same_on_all_tokens(inp, _scaled(groups.deviation(scores_N), scores_N, groups, std, epsilon))
+    return _same_on_all_tokens(inp, scaled(scores_N, groups, std, epsilon))
 
 
 @ADVANTAGES.register("dr_grpo")
@@ -120,7 +119,7 @@ def gpg(inp: AdvantageInput, *, std: Std = "none", epsilon: Epsilon = 1e-6) -> R
     groups = Groups(inp.group_N)
     scores_N = inp.scores_N()
     alpha = len(scores_N) / max(1, int((~groups.constant(scores_N)).sum()))
-    return _same_on_all_tokens(inp, alpha * _scaled(groups.deviation(scores_N), scores_N, groups, std, epsilon))
+    return _same_on_all_tokens(inp, alpha * scaled(scores_N, groups, std, epsilon))
 
 
 @ADVANTAGES.register("grpo_passk")
@@ -140,8 +139,7 @@ def grpo_passk(inp: AdvantageInput, *, std: Std = "group", epsilon: Epsilon = 1e
     leads_N = best_N & (groups.sum(best_N) == 1) & (groups.count_N > 1)
     # Not inf - inf in a group of one, which is then multiplied by nothing.
     lead_N = torch.where(leads_N, scores_N - second_N, 0.0)
-    divisor_N = _divisor(groups.deviation(scores_N), scores_N, groups, std, epsilon)
-    return _same_on_all_tokens(inp, lead_N / divisor_N)
+    return _same_on_all_tokens(inp, lead_N / _divisor(scores_N, groups, std, epsilon))
 
 
 @ADVANTAGES.register("gdpo")
@@ -165,7 +163,7 @@ def gdpo(
     groups = Groups(inp.group_N)
     sum_N = torch.zeros(len(parts_NP), dtype=torch.float64)
     for weight, part_N in zip(weights, parts_NP.unbind(1), strict=True):
-        sum_N += weight * _scaled(groups.deviation(part_N), part_N, groups, std, epsilon)
+        sum_N += weight * scaled(part_N, groups, std, epsilon)
     return _same_on_all_tokens(inp, sum_N / (_sample_std(sum_N) + epsilon))
 
 
@@ -195,15 +193,15 @@ def _same_on_all_tokens(inp: AdvantageInput, advantages_N: Tensor) -> RolloutAdv
     return RolloutAdvantages(advantages_N=advantages_N.float(), lengths_N=inp.lengths_N)
 
 
-def _scaled(deviation_N: Tensor, scores_N: Tensor, groups: Groups, std: Std, epsilon: float) -> Tensor:
-    return deviation_N / _divisor(deviation_N, scores_N, groups, std, epsilon)
+def scaled(scores_N: Tensor, groups: Groups, std: Std, epsilon: float) -> Tensor:
+    return groups.deviation(scores_N) / _divisor(scores_N, groups, std, epsilon)
 
 
-def _divisor(deviation_N: Tensor, scores_N: Tensor, groups: Groups, std: Std, epsilon: float) -> Tensor:
+def _divisor(scores_N: Tensor, groups: Groups, std: Std, epsilon: float) -> Tensor:
     if std == "group":
-        return groups.std(deviation_N) + epsilon
+        return groups.std(groups.deviation(scores_N)) + epsilon
     if std == "batch":
-        return _sample_std(deviation_N) + epsilon
+        return _sample_std(groups.deviation(scores_N)) + epsilon
     if std == "batch_rewards":
         return _sample_std(scores_N - scores_N.mean()) + epsilon
     if std == "none":

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grpo_rl.algos.advantages import blockwise
 from grpo_rl.algos.advantages.contract import ADVANTAGES, AdvantageInput, AdvantageOutput
-from grpo_rl.algos.advantages.group_relative import divided
+from grpo_rl.algos.advantages.group_relative import Std, divided, scaled
 from grpo_rl.algos.group_statistics import Groups
 from grpo_rl.config.schema.kinds import Coefficient, Epsilon, Fraction
 from grpo_rl.registry import formula_by, needs
@@ -98,9 +98,7 @@ def grpo_process(
     if std not in ("group", "none"):
         raise ValueError(f"std={std!r}: group or none")
     steps = Steps(inp, gamma)
-    groups = Groups(inp.group_N[steps.rollout_K])
-    deviation_K = groups.deviation(steps.rewards_K)
-    normalised_K = deviation_K / (groups.std(deviation_K) + epsilon) if std == "group" else deviation_K
+    normalised_K = scaled(steps.rewards_K, Groups(inp.group_N[steps.rollout_K]), std, epsilon)
     return steps.on_tokens(steps.to_come(normalised_K), torch.zeros(len(inp.lengths_N), dtype=torch.float64))
 
 
@@ -141,15 +139,12 @@ def episode_and_turn(inp: AdvantageInput, steps: Steps, mode: str, epsilon: floa
     """GiGPO's advantages of episodes [N] and turns [K], float64. Raises ValueError for another mode."""
     if mode not in ("mean_norm", "mean_std_norm"):
         raise ValueError(f"mode={mode!r}: mean_norm or mean_std_norm")
-
-    def normalised(x: Tensor, groups: Groups) -> Tensor:
-        deviation = groups.deviation(x)
-        return deviation / (groups.std(deviation) + epsilon) if mode == "mean_std_norm" else deviation
-
+    std: Std = "none" if mode == "mean_norm" else "group"
     states_K = inp.column("step_states_K")[steps.order_K]
     of_states_K = torch.stack([inp.group_N[steps.rollout_K], states_K], dim=1)
     anchors = Groups(torch.unique(of_states_K, dim=0, return_inverse=True)[1])
-    return normalised(inp.scores_N(), Groups(inp.group_N)), normalised(steps.to_come(steps.rewards_K), anchors)
+    episode_N = scaled(inp.scores_N(), Groups(inp.group_N), std, epsilon)
+    return episode_N, scaled(steps.to_come(steps.rewards_K), anchors, std, epsilon)
 
 
 class Steps:

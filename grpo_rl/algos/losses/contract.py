@@ -17,11 +17,9 @@ from grpo_rl.types import LossColumns
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are cut to +-20 before exp, as in verl."""
+MAX_LOG_RATIO = 20.0  # log-ratios are cut to +-20 before exp, as in verl
 
-MAX_SEQUENCE_LOG_RATIO = 10.0
-"""A response's mean log-ratio is cut above at this, as in verl."""
+MAX_SEQUENCE_LOG_RATIO = 10.0  # A response's mean log-ratio is cut above at this, as in verl
 
 
 @frozen
@@ -32,11 +30,9 @@ class LossInput(LossColumns[Tensor]):
     advantages_T: Tensor
     segments: Segments
     group_N: Tensor | None = None
-    entropy_T: Tensor | None = None
-    """In nats."""
+    entropy_T: Tensor | None = None  # in nats
     full_kl_T: Tensor | None = None
-    policy_top_logprobs_TK: Tensor | None = None
-    """Of the K tokens of `teacher_top_logprobs_TK`."""
+    policy_top_logprobs_TK: Tensor | None = None  # of the K tokens of `teacher_top_logprobs_TK`
 
     def old_T(self) -> Tensor:
         """Return the old log-probs; without any the policy's own, detached: the ratio is then exactly 1."""
@@ -64,8 +60,7 @@ class TokenLoss(NamedTuple):
     stats: Mapping[str, Tensor] = MappingProxyType({})
 
 
-PolicyLoss = Callable[..., TokenLoss]
-"""(inputs: LossInput, *, <own options with defaults>) -> TokenLoss"""
+PolicyLoss = Callable[..., TokenLoss]  # (inputs: LossInput, *, <own options with defaults>) -> TokenLoss
 
 Selection = Callable[..., Tensor]
 """(advantages_T, old_logprobs_T, generator, *, <own options with defaults>) -> selected_T, of booleans"""

@@ -22,14 +22,12 @@ from grpo_rl.errors import ConfigError
 from grpo_rl.frozen import frozen
 from grpo_rl.registry import Registry, coefficient_of, formula_of, options_of, own_options, shown
 
-Divergence = Callable[..., Tensor]
-"""(policy_logprobs_TK, teacher_logprobs_TK, *, <own options>) -> divergence_T"""
+Divergence = Callable[..., Tensor]  # (policy_logprobs_TK, teacher_logprobs_TK, *, <own options>) -> divergence_T
 
 DIVERGENCES: Registry[Divergence] = Registry(
     "divergence", "divergence(policy_logprobs_TK: Tensor, teacher_logprobs_TK: Tensor, *, option=default, ...) -> divergence_T"
 )
-LEAST_REST = 1e-6
-"""The least probability of all tokens outside of the top k together, for float32 log-probs."""
+LEAST_REST = 1e-6  # the least probability of all tokens outside of the top k together, for float32 log-probs
 NEVER = -1000.0
 
 
@@ -86,8 +84,7 @@ class Distillation:
     """The teacher's part of the objective. Raises ConfigError for unknown or contradictory settings."""
 
     loss_mode: str = "k1"
-    topk: int = 0
-    """Tokens that a divergence compares; -1: all, 0: an estimate by the sampled token."""
+    topk: int = 0  # tokens that a divergence compares; -1: all, 0: an estimate by the sampled token
     coef: float = 1.0
     task: bool = True
     as_advantage: bool = True

@@ -220,11 +220,7 @@ def kto(
     sign_N = torch.where(desirable_N, 1.0, -1.0).double()
     distance_N = beta * sign_N * (ratio_N - kl_N)
     weights_N = torch.full_like(ratio_N, undesirable_weight).masked_fill(desirable_N, desirable_weight)
-    stats = {
-        "reward_margin": distance_N.detach(),
-        "reward_accuracy": (distance_N.detach() > 0).double(),
-        "kl": kl_N,
-    }
+    stats = {"reward_margin": distance_N.detach(), "reward_accuracy": (distance_N.detach() > 0).double(), "kl": kl_N}
     each_token = inputs.segments.broadcast
     return TokenLoss(
         each_token(weights_N * (-distance_N).sigmoid()), {name: each_token(value_N) for name, value_N in stats.items()}

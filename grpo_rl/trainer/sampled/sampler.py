@@ -28,8 +28,7 @@ ROLLOUTS: Registry[Callable[[Sampler, list[Prompt]], list[Rollout]]] = Registry(
     "rollout function", "play(sampler: grpo_rl.trainer.sampled.sampler.Sampler, prompts: list[Prompt]) -> list[Rollout]"
 )
 """Users' functions that make the rollouts of a batch of prompts."""
-FURTHER = 104_729
-"""The distance between the seeds of two calls for the same prompt."""
+FURTHER = 104_729  # the distance between the seeds of two calls for the same prompt
 
 
 class Sampler:
@@ -40,10 +39,8 @@ class Sampler:
 
     def __init__(self, session: Session) -> None:
         self._session, self._config = session, session.config
-        self.n = self._config.actor_rollout_ref.rollout.n
-        """The configured number of responses to a prompt."""
-        self.state: dict[str, Any] = {}
-        """What the function remembers from step to step, as JSON; a part of every checkpoint."""
+        self.n = self._config.actor_rollout_ref.rollout.n  # the configured number of responses to a prompt
+        self.state: dict[str, Any] = {}  # what the function remembers from step to step, as JSON; a part of every checkpoint
         self.begin_step()
 
     def begin_step(self) -> None:

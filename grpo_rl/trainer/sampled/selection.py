@@ -49,12 +49,12 @@ class Selection:
         bound, curriculum = self.settings.retire_above, self.sampler if isinstance(self.sampler, Curriculum) else None
         if bound is None and curriculum is None:
             return
-        for uid, group in by_uid(with_reward(rollouts)).items():
-            values = [metric_of(rollout, self.settings.retire_metric, self.factors) for rollout in group]
-            passed = sum(value >= self.settings.retire_score for value in values)
-            if uid in rows and curriculum is not None:
-                curriculum.pass_rates[rows[uid]] = passed / len(values)
-            if uid in rows and bound is not None and passed >= bound * len(values):
+        for uid, group in by_uid([rollout for rollout in with_reward(rollouts) if rollout.prompt.uid in rows]).items():
+            metrics = (metric_of(rollout, self.settings.retire_metric, self.factors) for rollout in group)
+            passed = sum(metric >= self.settings.retire_score for metric in metrics)
+            if curriculum is not None:
+                curriculum.pass_rates[rows[uid]] = passed / len(group)
+            if bound is not None and passed >= bound * len(group):
                 self.retired.add(rows[uid])
 
     def choose(
@@ -70,8 +70,9 @@ class Selection:
         groups, num_groups, num_batches = self.with_signal(rollouts), len(by_uid(rollouts)), 1
         num_wanted = self.num_wanted - num_spared * self.refills
         while self.refills and len(groups) < num_wanted:
-            if num_batches == self.filters.max_num_gen_batches or self.exhausted:
-                retired = "; all other prompts are retired" if num_batches < self.filters.max_num_gen_batches else ""
+            is_last = num_batches == self.filters.max_num_gen_batches
+            if is_last or self.exhausted:
+                retired = "" if is_last else "; all other prompts are retired"
                 raise DataError(self.too_few(len(groups), num_groups, num_batches) + retired)
             rollouts = draw_more()
             groups += self.with_signal(rollouts)
@@ -92,15 +93,9 @@ class Selection:
     def _has_signal(self, group: list[Rollout]) -> bool:
         if self.keep is None:
             return len({metric_of(rollout, self.filters.metric, self.factors) for rollout in group}) > 1
-        is_kept = self.keep(group)
-        if is_kept is None:
+        if (is_kept := self.keep(group)) is None:
             raise FunctionError(f"group filter {self.filters.metric} returned None; it returns whether the group is trained")
         return bool(is_kept)
-
-    @property
-    def epoch(self) -> int:
-        """The epoch, from 0, of the prompts that were drawn last."""
-        return self.sampler.epoch
 
     @property
     def exhausted(self) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from grpo_rl.algos.advantages.contract import RolloutAdvantages, check_rewards
 from grpo_rl.algos.advantages.registered import ADVANTAGES, AdvantageInput, token_rewards
 from grpo_rl.algos.correction import RolloutCorrection, correct
-from grpo_rl.algos.kl import AdaptiveKlController, FixedKlController, kl_estimate
+from grpo_rl.algos.kl import KlController, kl_estimate
 from grpo_rl.algos.segments import Segments
 from grpo_rl.algos.shaping import overlong_penalty
 from grpo_rl.columns import RemoteColumn, values
@@ -23,8 +23,7 @@ from grpo_rl.registry import needs_of, options_of
 from grpo_rl.rewards.contract import summary
 from grpo_rl.types import GREEDY, Batch, Metrics, Rollout
 
-BASELINE_FAILED = "baseline_failed"
-"""The failure of a rollout whose prompt's greedy response has no reward."""
+BASELINE_FAILED = "baseline_failed"  # the failure of a rollout whose prompt's greedy response has no reward
 
 
 def is_trained(rollout: Rollout) -> bool:
@@ -38,27 +37,24 @@ def with_reward(rollouts: Sequence[Rollout]) -> list[Rollout]:
 
 def scored(rewarder: Rewarder, rollouts: Sequence[Rollout], warn: Callable[[str], None]) -> list[Rollout]:
     waited = rewarder.wait(rollouts)
+    failures = [(rollout.failure, rollout.failure_cause or "") for rollout in waited if rollout.failure is not None]
     # Truncated episodes are dropped because the configuration says so: they have a metric, and need no warning.
-    failed = [rollout for rollout in waited if rollout.failure is not None and not rollout.failure.startswith("truncated_")]
-    failures = [(rollout.failure or "", rollout.failure_cause or "") for rollout in failed]
-    if failures:
+    if failures := [failure for failure in failures if not failure[0].startswith("truncated_")]:
         warn(summary(failures, len(waited)))
     return waited
 
 
-def penalize_overlong(rollouts: Sequence[Rollout], config: OverlongBufferConfig, max_length: int) -> list[Rollout]:
-    """Return the rollouts with the penalty for long responses in their rewards, unless these failed, and as a part `overlong`."""
+def penalize_overlong(rollouts: Sequence[Rollout], config: OverlongBufferConfig, max_length: int) -> None:
+    """Add the penalty for long responses to rewards, unless these failed, and as a part `overlong`."""
+    rollouts = [rollout for rollout in rollouts if rollout.failure is None]
     if config.len is None or not config.enable:
-        return list(rollouts)
+        return
     lengths_N = torch.tensor([len(rollout.response_ids) for rollout in rollouts])
     penalties = overlong_penalty(lengths_N, max_length, config.len, config.penalty_factor).tolist()
     for rollout, penalty in zip(rollouts, penalties, strict=True):
-        if rollout.failure is not None:
-            continue
         assert rollout.reward is not None
         rollout.reward += penalty
         rollout.reward_parts = {**rollout.reward_parts, "overlong": penalty}
-    return list(rollouts)
 
 
 def with_baselines(rollouts: Sequence[Rollout]) -> list[Rollout]:
@@ -102,22 +98,39 @@ class Advantage:
         self.parts = tuple(config.reward_parts or factors or ()) if "parts" in self.needs else ()
         """Parts of the reward that the estimator reads."""
         self.places_turns = of_turns and "steps" not in self.needs and bool({"gamma", "lam"} & self.options.keys())
-        """True if an estimator that follows rewards from token to token gets those of turns where turns end.
-        """
+        """True if an estimator that follows rewards from token to token gets those of turns where turns end."""
         control = config.kl_ctrl
-        self.kl_controller = (
-            AdaptiveKlController(control.kl_coef, control.target_kl, control.horizon)
-            if control.type == "adaptive"
-            else FixedKlController(control.kl_coef)
-        )
+        target_kl = control.target_kl if control.type == "adaptive" else None
+        self.kl_controller = KlController(control.kl_coef, target_kl, control.horizon)
 
     def __call__(self, batch: Batch) -> tuple[Batch, Metrics]:
         """Return the batch with `advantages_N` or `advantages_T` (and `returns_T` if there is a critic), and metrics."""
         check_finite(batch)
+        check_rewards(batch.rewards_N)
         metrics: Metrics = {}
         kl_T = self._kl(batch, metrics) if self.config.use_kl_in_reward else None
-        kl_coef = metrics.get("actor/reward_kl_penalty_coeff", 0.0)
-        out = self.estimate(self._inputs(batch, kl_T, kl_coef), **self.options)
+        step_ends_K = _step_ends(batch)
+        step_rewards_K = batch.step_rewards_K if self.places_turns else None
+        rewards_T: Tensor | None = None
+        if kl_T is not None or step_rewards_K is not None:
+            rewards_N = batch.rewards_N if step_rewards_K is None else torch.zeros_like(batch.rewards_N)
+            kl_coef = metrics.get("actor/reward_kl_penalty_coeff", 0.0)
+            rewards_T = token_rewards(rewards_N, batch.trained_lengths_N, kl_T, kl_coef)
+            if step_rewards_K is not None and step_ends_K is not None:
+                rewards_T.index_add_(0, step_ends_K, step_rewards_K)
+        inputs = AdvantageInput(
+            rewards_T,
+            lengths_N=batch.trained_lengths_N,
+            group_N=batch.group_N,
+            rewards_N=batch.rewards_N,
+            values_T=None if batch.values_T is None else values(batch.values_T),
+            baselines_N=batch.baselines_N,
+            step_ends_K=step_ends_K,
+            step_rewards_K=batch.step_rewards_K,
+            step_states_K=batch.step_states_K,
+            reward_parts_NP=batch.reward_parts_NP,
+        )
+        out = self.estimate(inputs, **self.options)
         if batch.values_T is not None and out.returns_T is None:
             raise ConfigError(
                 f"algorithm.adv_estimator={self.config.adv_estimator}: gives no returns_T for the critic to learn"
@@ -137,33 +150,9 @@ class Advantage:
         options = self.config.kl_penalty_options
         kl_T = kl_estimate(values(batch.old_logprobs_T), values(batch.ref_logprobs_T), self.config.kl_penalty, options=options)
         mean = float(Segments(batch.trained_lengths_N).mean(kl_T).mean())
-        metrics["actor/reward_kl_penalty"] = mean
-        metrics["actor/reward_kl_penalty_coeff"] = self.kl_controller.value
+        metrics |= {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": self.kl_controller.value}
         self.kl_controller.update(mean, batch.num_rollouts)
         return kl_T
-
-    def _inputs(self, batch: Batch, kl_T: Tensor | None, kl_coef: float) -> AdvantageInput:
-        """Return the batch as estimators see it, with a KL penalty in the token rewards if there is one."""
-        columns: dict[str, Any] = {
-            "lengths_N": batch.trained_lengths_N,
-            "group_N": batch.group_N,
-            "rewards_N": batch.rewards_N,
-            "baselines_N": batch.baselines_N,
-            "step_ends_K": _step_ends(batch),
-            "step_rewards_K": batch.step_rewards_K,
-            "step_states_K": batch.step_states_K,
-            "reward_parts_NP": batch.reward_parts_NP,
-            "values_T": None if batch.values_T is None else values(batch.values_T),
-        }
-        check_rewards(batch.rewards_N)
-        step_rewards_K = batch.step_rewards_K if self.places_turns and columns["step_ends_K"] is not None else None
-        if kl_T is None and step_rewards_K is None:
-            return AdvantageInput(None, **columns)
-        rewards_N = batch.rewards_N if step_rewards_K is None else torch.zeros_like(batch.rewards_N)
-        rewards_T = token_rewards(rewards_N, batch.trained_lengths_N, kl_T, kl_coef)
-        if step_rewards_K is not None:
-            rewards_T.index_add_(0, columns["step_ends_K"], step_rewards_K)
-        return AdvantageInput(rewards_T, **columns)
 
 
 def check_finite(batch: Batch) -> None:
@@ -178,13 +167,12 @@ def check_finite(batch: Batch) -> None:
         if column is None or (isinstance(column, RemoteColumn) and column.finite):
             continue
         column_T = values(column)
-        bad_T = ~torch.isfinite(column_T)
-        if not bool(bad_T.any()):
+        bad = (~torch.isfinite(column_T)).nonzero().flatten()
+        if not len(bad):
             continue
-        first = int(bad_T.nonzero()[0])
-        rollouts = Segments(batch.trained_lengths_N).index_T[bad_T].unique().tolist()
+        rollouts = Segments(batch.trained_lengths_N).index_T[bad].unique().tolist()
         raise DivergedError(
-            f"{name} are not finite at {int(bad_T.sum())} of {len(bad_T)} tokens, the first {float(column_T[first])} at token {first}, "
+            f"{name} are not finite at {len(bad)} of {len(column_T)} tokens, the first {float(column_T[bad[0]])} at token {int(bad[0])}, "
             f"in rollouts {rollouts[:8]} of {batch.num_rollouts}: the model that computed them is broken, or cannot produce what was sampled"
         )
 
@@ -232,12 +220,12 @@ def trained_tokens(batch: Batch, config: AlgorithmConfig) -> tuple[Batch, Metric
     correction = RolloutCorrection.from_config(config.rollout_correction)
     whole_N = torch.ones(batch.num_rollouts, dtype=torch.bool)
     num_tokens = batch.num_trained_tokens
-    masks = config.mask_truncated or batch.masked_N is not None
     if config.mask_truncated:
         assert batch.truncated_N is not None
-        whole_N = ~batch.truncated_N
+        whole_N &= ~batch.truncated_N
     if batch.masked_N is not None:
-        whole_N = whole_N & ~batch.masked_N
+        whole_N &= ~batch.masked_N
+    masks = config.mask_truncated or batch.masked_N is not None
     if masks:
         metrics["rollout/masked_fraction"] = float((~whole_N).double().mean())
         batch = batch.keep(Segments(batch.trained_lengths_N).broadcast(whole_N))

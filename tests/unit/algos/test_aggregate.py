@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_rl.algos.aggregate import AGGREGATIONS, count, group_tokens
+from grpo_rl.algos.aggregate import AGGREGATIONS, group_tokens
 from grpo_rl.algos.segments import Segments
 from grpo_rl.registry import own_options
 from grpo_rl.types import Counts
@@ -62,7 +62,7 @@ def test_a_micro_batch_without_tokens_contributes_zero_with_a_gradient(mode: str
 
 def test_counts_leave_out_what_has_no_trained_token() -> None:
     lengths_N, group_N = torch.tensor([3, 0, 2, 0]), torch.tensor([1, 1, 4, 9])
-    assert count(lengths_N, group_N) == Counts(num_tokens=5, num_sequences=2, num_groups=2)
+    assert Counts.of(lengths_N, group_N) == Counts(num_tokens=5, num_sequences=2, num_groups=2)
     assert group_tokens(lengths_N, torch.tensor([1, 1, 4, 1])).tolist() == [3, 3, 2, 3]
     assert group_tokens(lengths_N[:0], group_N[:0]).tolist() == []
 

@@ -14,7 +14,6 @@ from grpo_rl.algos.correction import (
     Rejection,
     RolloutCorrection,
     correct,
-    kept_lengths,
     mismatch_metrics,
     mismatch_shares,
 )
@@ -58,7 +57,7 @@ def test_icepop_weighs_what_is_inside_and_rejects_what_is_outside() -> None:
     assert out.metrics["rollout_rs_masked_fraction"] == 0.5
     assert out.metrics["rollout_rs_seq_masked_fraction"] == pytest.approx(1 / 3)  # the empty response is none
     assert out.metrics["rollout_is_max"] == pytest.approx(1.5)  # of kept tokens
-    assert kept_lengths(out.trained_T, LENGTHS).tolist() == [1, 0, 0, 1]
+    assert Segments(LENGTHS).sum(out.trained_T.double()).tolist() == [1, 0, 0, 1]
 
 
 def test_masked_importance_sampling_rejects_whole_responses_by_their_product() -> None:

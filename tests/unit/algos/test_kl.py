@@ -9,7 +9,7 @@ import torch
 
 from grpo_rl.algos.kl import (
     KL_ESTIMATORS,
-    AdaptiveKlController,
+    KlController,
     full_kl,
     kl_estimate,
 )
@@ -124,11 +124,11 @@ def test_off_policy_only_the_unbiased_k3_keeps_value_and_gradient_by_enumeration
     [(0.11, 1.001), (0.1, 1.0), (0.095, 0.9995), (5.0, 1.002), (0.0, 0.998)],  # 100 of 10000 rollouts
 )
 def test_the_adaptive_controller_moves_by_ziegler_s_rule(measured: float, factor: float) -> None:
-    controller = AdaptiveKlController(0.5, target_kl=0.1, horizon=10_000)
+    controller = KlController(0.5, target_kl=0.1, horizon=10_000)
     controller.update(measured, num_rollouts=100)
     assert controller.value == pytest.approx(0.5 * factor, rel=1e-9)
 
 
 def test_a_horizon_that_could_turn_the_coefficient_negative_is_refused() -> None:
     with pytest.raises(ValueError, match="horizon=200 is too short for 1000 rollouts"):
-        AdaptiveKlController(0.5, target_kl=0.1, horizon=200).update(0.0, num_rollouts=1000)
+        KlController(0.5, target_kl=0.1, horizon=200).update(0.0, num_rollouts=1000)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from grpo_rl.algos import trial
-from grpo_rl.algos.aggregate import count, group_tokens
+from grpo_rl.algos.aggregate import group_tokens
 from grpo_rl.algos.losses.preference import Pairs
 from grpo_rl.algos.losses.registered import POLICY_LOSSES, LossInput
 from grpo_rl.algos.objective import Objective
@@ -24,6 +24,7 @@ from grpo_rl.config.derived import Machine
 from grpo_rl.config.function_options import PAIR_AVERAGES
 from grpo_rl.errors import ConfigError
 from grpo_rl.plan.make import make_plan
+from grpo_rl.types import Counts
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("dpo", {}),
@@ -60,7 +61,7 @@ def pair(policy: list[list[float]], ref: list[list[float]], chosen: list[bool]) 
 def total(name: str, inputs: LossInput, **options: Any) -> tuple[Tensor, dict[str, float]]:
     objective = Objective(name, "seq-mean-token-mean", loss_options=tuple(options.items()))
     assert inputs.group_N is not None
-    loss, stats = objective(inputs, count(inputs.segments.lengths_N, inputs.group_N))
+    loss, stats = objective(inputs, Counts.of(inputs.segments.lengths_N, inputs.group_N))
     return loss, {key: value.item() for key, value in stats.items()}
 
 
@@ -173,7 +174,7 @@ def test_micro_batches_of_whole_pairs_add_up_to_the_same_loss_gradient_and_stati
 ) -> None:
     inputs = ragged(seed)
     assert inputs.group_N is not None
-    counts = count(inputs.segments.lengths_N, inputs.group_N)
+    counts = Counts.of(inputs.segments.lengths_N, inputs.group_N)
     for name, options in CASES:
         objective = Objective(name, average, loss_options=tuple(options.items()))
         loss, stats = objective(inputs, counts)

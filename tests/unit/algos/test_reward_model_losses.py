@@ -95,8 +95,8 @@ def test_auc_by_hand(scores: list[float], good: list[int], area: float) -> None:
 def test_calibration_by_hand() -> None:
     # Bins of width 0.5: (0.2, 0.4; one of two good) and (0.6, 0.8, 1.0; two of three good).
     found = calibration(tensor(0.2, 0.4, 0.6, 0.8, 1.0), tensor(0, 1, 1, 0, 1), num_bins=2)
-    assert found.error == pytest.approx(2 / 5 * 0.2 + 3 / 5 * (0.8 - 2 / 3))
-    assert found.brier == pytest.approx((0.04 + 0.36 + 0.16 + 0.64 + 0.0) / 5)
+    assert found["calibration_error"] == pytest.approx(2 / 5 * 0.2 + 3 / 5 * (0.8 - 2 / 3))
+    assert found["brier"] == pytest.approx((0.04 + 0.36 + 0.16 + 0.64 + 0.0) / 5)
 
 
 def test_the_overlong_penalty_falls_over_the_buffer_by_hand() -> None:

@@ -14,6 +14,7 @@ from real_roles import MakeRun, learnt
 from torch import Tensor
 
 from grpo_rl import testing
+from grpo_rl.algos.objective import Objective
 from grpo_rl.columns import values
 from grpo_rl.data.row_set import TrainingRows
 from grpo_rl.data.training_rows.pairs import PairSet
@@ -21,7 +22,8 @@ from grpo_rl.errors import DivergedError
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.terminal.console import Console
-from grpo_rl.trainer.rows import ReferenceRows, with_kl
+from grpo_rl.trainer.parts import Roles
+from grpo_rl.trainer.rows import Rows, with_kl
 from grpo_rl.types import Batch
 
 OFFLINE = (
@@ -85,8 +87,8 @@ def test_every_epoch_trains_every_row_once_and_validation_measures_the_loss_of_a
     rows = read_metrics(run.output.run_dir.metrics_file)
     losses = {row["step"]: row["val/loss"] for row in rows if "val/loss" in row}
     assert list(losses) == [0, 3, 6] and losses[6] < losses[3] < losses[0]
-    assert run.session.rows is not None and run.session.rows.val_data is not None
-    logprobs_T = run.session.actor.logprobs(run.session.rows.val_data.batch(range(3)))
+    assert run.session.rows is not None
+    logprobs_T = run.session.actor.logprobs(run.session.rows.sets["val"].batch(range(3)))
     assert losses[6] == pytest.approx(-float(logprobs_T.mean()), rel=1e-4)
     last, batch = rows[-1], record.trained[-1]
     assert last["train/loss"] == last["actor/pg_loss"] and last["trainer/epoch"] == 1.0
@@ -103,13 +105,12 @@ def test_the_references_log_probs_are_those_of_each_row_in_whatever_order_they_a
         actor: Any = SimpleNamespace(logprobs=lambda batch, f=factor: -batch.token_ids_S[batch.positions()].float() * f)
         if factor != factor:
             with pytest.raises(DivergedError, match="the reference's log-probs are not finite"):
-                ReferenceRows(TrainingRows(data), actor, 3, Console())
+                Rows(config, TrainingRows(data), Roles(actor), Objective("dpo", "prompt-mean"), Console())
             return
-        found = ReferenceRows(TrainingRows(data, data), actor, 3, Console())
+        rows = Rows(config, TrainingRows(data, data), Roles(actor), Objective("dpo", "prompt-mean"), Console())
         for part, chosen in (("train", [5, 0, 3]), ("val", [1])):
-            batch = data.batch(chosen)
-            filled = found.fill(part, chosen, batch)
-            assert filled.ref_logprobs_T is not None and torch.equal(filled.ref_logprobs_T, actor.logprobs(batch))
+            filled = rows.batch(part, chosen)
+            assert filled.ref_logprobs_T is not None and torch.equal(filled.ref_logprobs_T, actor.logprobs(data.batch(chosen)))
 
 
 def test_the_kl_of_labelled_rows_is_that_of_the_mismatched_ones_alone() -> None:

@@ -131,7 +131,7 @@ def test_a_penalty_for_length_is_no_signal_in_the_score_but_one_in_the_reward(da
         Rollout(prompt, number, (2,) * length, (0.0,) * length, "stop", ((0, length),), reward=0.1, reward_parts={"auto": 0.1})
         for number, length in enumerate([7, 9])
     ]
-    rollouts = penalize_overlong(rollouts, OverlongBufferConfig(len=7), 10)
+    penalize_overlong(rollouts, OverlongBufferConfig(len=7), 10)
     assert [metric_of(rollout, "score", FACTORS) for rollout in rollouts] == [0.1, 0.1]
     assert [metric_of(rollout, "overlong", FACTORS) for rollout in rollouts] == pytest.approx([-4 / 7, -6 / 7])
     assert [metric_of(rollout, "seq_reward", FACTORS) for rollout in rollouts] == pytest.approx([0.1 - 4 / 7, 0.1 - 6 / 7])
@@ -199,7 +199,7 @@ def test_a_curriculum_chooses_by_pass_rates_and_a_restored_one_goes_on_alike(dat
     drawn = [[int(uid.rpartition("r")[2]) for uid in uids(step(original, sample).sampled)] for _ in range(4)]
     # Rows that nobody has answered count as one half; of each draw the rows that fail stay in front.
     assert drawn == [[0, 1], [2, 3], [2, 4], [2, 4]]
-    assert original.epoch == 1 and original.sampler.state == {"draws": 4}
+    assert original.sampler.epoch == 1 and original.sampler.state == {"draws": 4}
     restored.load_state_dict(json.loads(json.dumps(original.state_dict())))
     for _ in range(3):
         assert uids(step(original, sample).sampled) == uids(step(restored, sample).sampled)
