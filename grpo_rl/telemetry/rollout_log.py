@@ -8,6 +8,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -86,10 +87,12 @@ class RolloutLog:
         wait(self._jobs, CLOSE_S)
 
     def _wait_until(self, num_unfinished: int) -> None:
-        while len(self._jobs) > num_unfinished or (self._jobs and self._jobs[0].done()):
-            if not has_ended(self._jobs[0], WRITE_S):
+        while (jobs := [*self._jobs]) and (len(jobs) > num_unfinished or jobs[0].done()):
+            if not has_ended(jobs[0], WRITE_S):
                 raise OSError(f"the rollouts of a step were not written to the log within {WRITE_S:.0f} s")
-            self._jobs.popleft().result(0)
+            with suppress(ValueError):  # a commit waits in a thread of its own, and may have removed it
+                self._jobs.remove(jobs[0])
+            jobs[0].result(0)
 
 
 def write_rollouts(

@@ -80,6 +80,7 @@ def leaves() -> dict[str, Leaf]:
 
 def _leaves(section: Any, key: str, part: str, needs: tuple[tuple[str, str], ...], harmless: bool) -> Iterator[Leaf]:
     """A section's part, needs and harmlessness hold for its keys by default."""
+    group: type = type(section)
     for entry in dataclasses.fields(section):
         default, metadata = getattr(section, entry.name), entry.metadata
         inherited = (
@@ -91,7 +92,7 @@ def _leaves(section: Any, key: str, part: str, needs: tuple[tuple[str, str], ...
         if dataclasses.is_dataclass(default):
             yield from _leaves(default, *inherited)
         else:
-            yield Leaf(kind_of(annotations_of(type(section))[entry.name]), default, *inherited)
+            yield Leaf(kind_of(annotations_of(group)[entry.name]), default, *inherited)
 
 
 def groups_around(key: str) -> Iterator[str]:

@@ -1,5 +1,6 @@
 import math
 import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
@@ -84,6 +85,17 @@ def test_a_step_goes_on_while_its_rollouts_are_written_and_at_most_two_wait(tmp_
     log.flush()
     expected = [write_rollouts(tmp_path / "plain.jsonl", [make_rollout()]).read_bytes()] * 3
     assert [(tmp_path / f"r/rollouts/step_{step}.jsonl").read_bytes() for step in (1, 2, 3)] == expected
+    log.close()
+
+
+def test_a_commit_and_the_next_step_wait_for_the_same_rollouts(tmp_path: Path) -> None:
+    log, block = RolloutLog(RunDir.create(tmp_path, "r")), SlowBlock()
+    log.write("rollouts", 1, [slow_rollout(block)])
+    with ThreadPoolExecutor() as threads:
+        flushes = [threads.submit(log.flush) for _ in range(4)]
+        assert not wait(flushes, 0.2).done, "all wait"
+        block.may_come.set()
+        assert [flush.result(120) for flush in flushes] == [None] * 4
     log.close()
 
 
