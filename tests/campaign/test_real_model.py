@@ -18,6 +18,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -204,21 +205,103 @@ def test_a_trained_policy_teaches_the_model_that_it_began_as(model: Path, table:
     assert after > before
 
 
-def test_a_reward_model_learns_from_pairs_and_iterates_beside_the_policy(model: Path, table: list[str], folder: Path) -> None:
-    """The pairs are the best and the worst response of the model to each prompt, by the rule."""
-    pairs = folder / "runs" / "grpo_rl" / "dpo" / "collected" / "train.jsonl"
-    if not pairs.is_file():
+@pytest.fixture(scope="module")
+def pairs(model: Path, folder: Path, table: list[str]) -> list[dict[str, Any]]:
+    """The best and the worst response of the model to each prompt, by the rule."""
+    collected = folder / "runs" / "grpo_rl" / "dpo" / "collected" / "train.jsonl"
+    if not collected.is_file():
         trained(model, folder, table, "dpo", "json_extraction", *with_short_validation(METHODS["dpo"]))
-    lines = pairs.read_text().splitlines(keepends=True)
-    (folder / "pairs.jsonl").write_text("".join(lines[:-24]))
-    (folder / "held_out_pairs.jsonl").write_text("".join(lines[-24:]))
+    return [json.loads(line) for line in collected.read_text().splitlines()]
+
+
+def write_rows(folder: Path, name: str, rows: list[dict[str, Any]]) -> tuple[str, str]:
+    """Write the rows, those of the last pairs to a file of their own; return the words of the two files."""
+    prompts = {json.dumps(row["prompt"]): None for row in rows}
+    last = set(list(prompts)[-HELD_OUT_PAIRS:])
+    parts: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
+    for row in rows:
+        parts[json.dumps(row["prompt"]) in last].append(row)
+    for file, part in ((f"{name}.jsonl", parts[False]), (f"held_out_{name}.jsonl", parts[True])):
+        (folder / file).write_text("".join(json.dumps(row) + "\n" for row in part))
+    return f"data.train_files={name}.jsonl", f"data.val_files=held_out_{name}.jsonl"
+
+
+HELD_OUT_PAIRS = 24
+ROWS = (
+    *("data.responses=rows", f"data.val_prompt_files={HELD_OUT}&num_rows=128", "data.train_batch_size=16"),
+    *("actor_rollout_ref.rollout.temperature=1.0", NEVER_SPLIT, f"{ACTOR}.optim.lr=1e-5"),
+)
+
+
+def test_dpo_learns_from_pairs_of_a_file(model: Path, table: list[str], folder: Path, pairs: list[dict[str, Any]]) -> None:
+    files = write_rows(folder, "pairs", pairs)
+    before, after, _ = trained(model, folder, table, "dpo-rows", "json_extraction", *SHORT, *ROWS, *files, f"{LOSS}=dpo")
+    assert after > before
+
+
+def test_kto_learns_from_labelled_answers(model: Path, table: list[str], folder: Path, pairs: list[dict[str, Any]]) -> None:
+    labelled = [
+        {"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"}
+        for pair in pairs
+        for side in ("chosen", "rejected")
+    ]
+    files = write_rows(folder, "labelled", labelled)
+    before, after, _ = trained(model, folder, table, "kto", "json_extraction", *SHORT, *ROWS, *files, f"{LOSS}=kto")
+    assert after > before
+
+
+def rated_lines(answer: str, gold: str) -> tuple[list[str], list[bool]]:
+    """The lines of an answer as steps: one is good if it has nothing but braces and fields of the right answer."""
+    field = r'"\w+": (?:"[^"]*"|[0-9]+)'
+    right = set(re.findall(field, gold))
+    lines = [line.strip() for line in answer.splitlines() if line.strip()]
+    return lines, [
+        set(re.findall(field, line)) <= right and not re.sub(r"[{}, ]", "", re.sub(field, "", line)) for line in lines
+    ]
+
+
+def test_a_process_reward_model_learns_from_rated_lines(
+    model: Path, table: list[str], folder: Path, pairs: list[dict[str, Any]]
+) -> None:
+    rows, held_out = [], []
+    for place, pair in enumerate(pairs):
+        for side in ("chosen", "rejected"):
+            lines, labels = rated_lines(pair[side], pair["ground_truth"])
+            if lines:
+                rows.append({"prompt": pair["prompt"], "completions": lines, "labels": labels})
+                held_out += labels if place >= len(pairs) - HELD_OUT_PAIRS else []
+    files = write_rows(folder, "rated", rows)
+    learner = "reward.reward_model"
+    output_of(
+        folder,
+        "train",
+        *("trainer.schedule=reward_model", f"{learner}.model_path={model}", f"{learner}.step_separator='\\n'"),
+        *(f"{learner}.train.loss=steps", f"{learner}.train.optim.lr=1e-5"),
+        *(*files, "data.train_batch_size=16", "data.max_length=256"),
+        *("trainer.total_training_steps=40", "trainer.test_freq=10", "trainer.experiment_name=rated"),
+    )
+    metrics = read_metrics(folder / "runs" / "grpo_rl" / "rated" / "metrics.jsonl")
+    for key in ("val/accuracy", "val/auc"):
+        values = [row[key] for row in metrics if key in row]
+        table.append(f"{'rated lines, ' + key:<24}{values[0]:>8.3f}{values[-1]:>8.3f}")
+        print(table[-1], flush=True)
+    right = statistics.mean(held_out)
+    table.append(f"{'  the commoner label':<24}{max(right, 1 - right):>16.3f}")
+    print(table[-1], flush=True)
+    accuracy = [row["val/accuracy"] for row in metrics if "val/accuracy" in row][-1]
+    assert accuracy > max(right, 1 - right)
+
+
+def test_a_reward_model_learns_from_pairs_and_iterates_beside_the_policy(
+    model: Path, table: list[str], folder: Path, pairs: list[dict[str, Any]]
+) -> None:
     learner = "reward.reward_model"
     output_of(
         folder,
         "train",
         f"{learner}.model_path={model}",
         f"{learner}.train.optim.lr=1e-5",
-        *("data.train_files=pairs.jsonl", "data.val_files=held_out_pairs.jsonl", "data.train_batch_size=8"),
+        *(*write_rows(folder, "pairs", pairs), "data.train_batch_size=8"),
         *("data.max_prompt_length=128", "data.max_response_length=48"),
         *("trainer.schedule=reward_model", "trainer.total_training_steps=20", "trainer.test_freq=10"),
         "trainer.experiment_name=pairs",
