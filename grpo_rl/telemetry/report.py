@@ -130,7 +130,7 @@ STYLE: dict[Any, Any] = {
 MOST_PANELS = 6
 LEAST_RANGE = 0.02  # of an axis, as a share of the largest value: less looks constant
 TITLES = {
-    "train/accuracy": "Pairs in the right order",
+    "train/accuracy": "Accuracy",
     "actor/reward_accuracy": "Pairs in the right order",
     "reward/reward_model": "Score of the reward model",
     "iterate/agreement": "Pairs ordered as by the rules",

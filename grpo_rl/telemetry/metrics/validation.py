@@ -12,7 +12,7 @@ Point = tuple[float, float]  # a step, and a value
 LOSSES = {
     "val/loss": "validation loss",
     "val/perplexity": "validation perplexity",
-    "val/accuracy": "validation pairs in the right order",
+    "val/accuracy": "validation accuracy",
     "val/auc": "validation AUC of good against bad",
     "val/calibration_error": "validation calibration error",
     "val/brier": "validation Brier score",
@@ -64,10 +64,8 @@ def other_results(records: Records) -> list[tuple[str, Point, Point]]:
     """As `results`, without validation of prompts: losses on rows and the training reward, whose points are
     the means of the first and last training steps, five if there are ten."""
     changes = []
-    of_steps = any("val/good" in record for record in records)
     for key, name in LOSSES.items():
         if points := [(record["step"], record[key]) for record in records if key in record]:
-            name = name.replace("pairs in the right order", "steps judged right") if of_steps else name
             changes.append((name, points[0], points[-1]))
     rewards = [(record["step"], record["reward/mean"]) for record in records if "reward/mean" in record]
     if len(rewards) > 1:

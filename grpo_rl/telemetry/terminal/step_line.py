@@ -67,7 +67,8 @@ _PAIRS: tuple[Column, ...] = (
     _GRADIENT,
     *_SPEED,
 )
-"""Of pairs: losses, share in the right order, margins; of rated steps: losses, share judged right."""
+"""Losses and margins of rows. Accuracy: the share of pairs in the right order, of labelled answers on the side of their label,
+of rated steps judged right."""
 
 
 def header(metrics: Metrics = MappingProxyType({})) -> list[Piece]:
