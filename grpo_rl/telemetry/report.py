@@ -131,7 +131,7 @@ MOST_PANELS = 6
 LEAST_RANGE = 0.02  # of an axis, as a share of the largest value: less looks constant
 TITLES = {
     "train/accuracy": "Accuracy",
-    "actor/reward_accuracy": "Pairs in the right order",
+    "actor/reward_accuracy": "Accuracy",
     "reward/reward_model": "Score of the reward model",
     "iterate/agreement": "Pairs ordered as by the rules",
     "actor/kl_loss": "KL to the reference",
@@ -190,8 +190,11 @@ def _panels(records: Records) -> list[tuple[str, list[str]]]:
     def is_constant(key: str) -> bool:
         return len({record[key] for record in records if key in record}) == 1
 
-    titled = sorted((key for key in TITLES if key in measured), key=is_constant)
-    panels += [(TITLES[key], [key]) for key in titled]
+    key_of: dict[str, str] = {}
+    for key, title in TITLES.items():
+        if key in measured:
+            key_of.setdefault(title, key)
+    panels += [(title, [key]) for title, key in sorted(key_of.items(), key=lambda item: is_constant(item[1]))]
     return [(title, keys) for title, keys in panels if keys][:MOST_PANELS]
 
 

@@ -71,6 +71,12 @@ def test_what_never_changes_is_drawn_last() -> None:
     assert titles[1:] == [*(TITLES[key] for key in moving), "Clip fraction"]
 
 
+def test_two_metrics_of_one_title_are_drawn_once() -> None:
+    records = [{"step": step, "train/accuracy": 0.1 * step, "actor/reward_accuracy": 0.1 * step} for step in range(1, 4)]
+    titles = [axes.get_title(loc="left") for axes in curves_figure("a", records).axes]
+    assert titles.count("Accuracy") == 1
+
+
 def sampled(step: int) -> dict[str, float]:
     names = ["reward/mean", "actor/kl_loss", "actor/pg_clipfrac", "timing_s/step", "timing_s/gen", "val/a$b$/x_/mean@1"]
     return dict.fromkeys(names, 0.1 * step) | {"response_length/mean": 5.0}
