@@ -14,6 +14,7 @@ import ast
 import itertools
 import json
 import math
+import operator
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -184,7 +185,7 @@ class JudgedCase:
         try:
             is_program = self.case.function is None
             return self.judge(outcome.stdout.decode(errors="replace") if is_program else decode(outcome.value))
-        except (ValueError, TypeError, ArithmeticError, RecursionError, AttributeError, NameError):
+        except (ValueError, TypeError, ArithmeticError, RecursionError, AttributeError):
             return False
 
 
@@ -224,29 +225,60 @@ def _assertion(node: ast.stmt, aliases: set[str], function: str | None) -> Judge
     calls = [part for part in parts if isinstance(part, ast.Call) and ast.unparse(part.func) not in WRAPPERS]
     if len(calls) != 1 or not isinstance(calls[0].func, ast.Name) or calls[0].keywords:
         raise refused("it must call the function once, with arguments by position")
-    called = calls[0].func.id
+    call, called = calls[0], calls[0].func.id
     try:
-        arguments = tuple(map(ast.literal_eval, calls[0].args))
+        arguments = tuple(map(ast.literal_eval, call.args))
     except (ValueError, TypeError):
         raise refused("the arguments must be literals") from None
-    if unknown := next((part for part in parts if not isinstance(part, KNOWN)), None):
+    if unknown := next((part for part in parts if not isinstance(part, (*KNOWN, *COMPARISONS))), None):
         raise refused(f"{ast.unparse(unknown)!r} is none of the operations that are judged here")
     name = function if called in aliases and function is not None else called
-    expression = compile(ast.Expression(node.test), "<assertion>", "eval")
-
-    def judge(value: Any) -> bool:
-        return bool(eval(expression, {"__builtins__": {}, "math": math, **WRAPPERS, called: lambda *arguments: value}))
-
-    return JudgedCase(Case(function=name, arguments=arguments), judge)
+    return JudgedCase(Case(function=name, arguments=arguments), lambda value: bool(_result(node.test, call, value)))
 
 
 WRAPPERS: dict[str, Callable[..., Any]] = {
     function.__name__: function for function in (sorted, list, tuple, len, abs, round, math.isclose)
 } | {"set": _set, "math.isclose": math.isclose}
+COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.In: lambda item, values: item in values,
+    ast.NotIn: lambda item, values: item not in values,
+}
 KNOWN = (
     *(ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Name, ast.Attribute, ast.expr_context, ast.Call, ast.keyword),
-    *(ast.Not, ast.USub, ast.UAdd, ast.Sub, ast.And, ast.Or, ast.UnaryOp, ast.BinOp, ast.Compare, ast.BoolOp, ast.cmpop),
+    *(ast.Not, ast.USub, ast.UAdd, ast.Sub, ast.And, ast.Or, ast.UnaryOp, ast.BinOp, ast.Compare, ast.BoolOp),
 )
+
+
+def _result(node: ast.expr, call: ast.Call, value: Any) -> Any:
+    """The value of an assertion's expression with `value` in the place of the call."""
+
+    def of(part: ast.expr) -> Any:
+        return _result(part, call, value)
+
+    if node is call:
+        return value
+    if isinstance(node, ast.Compare):
+        terms = [of(term) for term in (node.left, *node.comparators)]
+        compared = zip(node.ops, terms, terms[1:], strict=False)
+        return all(COMPARISONS[type(sign)](lhs, rhs) for sign, lhs, rhs in compared)
+    if isinstance(node, ast.BoolOp):
+        return (all if isinstance(node.op, ast.And) else any)([of(term) for term in node.values])
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return not of(node.operand)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
+        return of(node.left) - of(node.right)
+    if isinstance(node, ast.Call):
+        keywords = {keyword.arg: of(keyword.value) for keyword in node.keywords if keyword.arg}
+        return WRAPPERS[ast.unparse(node.func)](*map(of, node.args), **keywords)
+    return ast.literal_eval(node)
 
 
 ASSERTIONS = ("assert_case", "asserts", "test_list", "test")
