@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_rl.rewards.sandbox import sandbox
 from grpo_rl.rewards.sandbox.sandbox import SandboxUnavailable, check_available
 
 
@@ -40,6 +41,12 @@ def _needs(name: str) -> pytest.MarkDecorator:
 
 
 needs_sandbox, needs_compiler = map(_needs, ("sandbox", "compiler"))
+
+
+def take_namespaces_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make this machine one whose kernel refuses new namespaces to sandboxes."""
+    monkeypatch.setattr(sandbox, "SERVE", sandbox.SERVE.replace("inside.serve", "inside.CLONE_FLAGS = 1; inside.serve"))
+    monkeypatch.setattr(sandbox, "FORK_SERVER", sandbox.ForkServer())
 
 
 @contextmanager

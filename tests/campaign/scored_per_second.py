@@ -1,6 +1,6 @@
 """Prints how many responses a second are scored on one node of a cluster and on all: `scored_per_second.py HEAD FOLDER FUNCTION`.
 
-The function is to wait, not to compute: the nodes may be one machine, whose cores they share.
+Nodes that are one machine share its cores: a function that computes shows nothing unless each node has a share of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from grpo_rl.config.schema.tree import RayInitConfig, RewardConfig, TrainerConfi
 from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.rewards.runtime.runner import RewardRunner
 
-NUM_PROCESSES, RESPONSES_OF_A_NODE = 4, 400
+NUM_PROCESSES, RESPONSES_OF_A_NODE = 4, 1600
 
 
 def main(head: str, folder: Path, function: str) -> None:

@@ -6,6 +6,7 @@ own (`unshare`) in a network namespace (`ip netns`), joined to the others by a b
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -18,6 +19,8 @@ PREFIX, NET = "grpotest", "10.78.0"
 BRIDGE, ROUTER = f"{PREFIX}br", f"{NET}.254"
 READY_S = 10.0
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+CPU_GROUPS, PERIOD_US = Path("/sys/fs/cgroup/cpu"), 10_000
+"""The kernel's groups of processes with a share of the cores (cgroup v1), and the time within which a share is spent."""
 NAMES = {1: "127.0.1.1 node-1", 2: "172.17.0.1 node-2", 3: ""}
 """What /etc/hosts of a machine calls it. Debian and Ubuntu write the first form; the second is an address on another interface
 of the machine, which every machine has, as docker's bridge; the third machine's name is known to nobody."""
@@ -32,6 +35,11 @@ def lacking() -> str | None:
         return f"there is no {missing[0]} (iproute2, util-linux)"
     probe = subprocess.run(["unshare", "--mount", "--pid", "--fork", "--net", "--uts", "--ipc", "true"], capture_output=True)
     return None if probe.returncode == 0 else f"unshare: {probe.stderr.decode().strip()}"
+
+
+def lacks_shares() -> str | None:
+    """Return why a machine cannot be given a share of the cores here; None if it can."""
+    return None if os.access(CPU_GROUPS / "cpu.cfs_quota_us", os.W_OK) else f"{CPU_GROUPS} is no writable cgroup of version 1"
 
 
 def _do(*words: str, may_fail: bool = False) -> None:
@@ -103,7 +111,10 @@ class Machines:
     def start(self, number: int, *words: str, **environment: str) -> subprocess.Popen[str]:
         """Start a command on a machine, in the current folder, with a home of the machine's own and no environment of Python's."""
         enter = ["nsenter", "--target", str(self._inside(number)), "--mount", "--pid", "--net", "--uts", "--ipc"]
-        enter += ["bash", "-c", 'cd "$0" && exec "$@"', os.getcwd()]
+        join = (
+            f"cd {CPU_GROUPS / (PREFIX + str(number))} 2>/dev/null && echo 0 > cgroup.procs"  # of one with a share of the cores
+        )
+        enter += ["bash", "-c", f'{join}; cd "$0" && exec "$@"', os.getcwd()]
         known = {"PATH": PATH, "HOME": "/tmp/home", "LANG": "C.UTF-8"} | self.environment | environment
         return subprocess.Popen([*enter, *words], env=known, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -118,6 +129,18 @@ class Machines:
         assert code is None or process.returncode == code, f"{' '.join(words)}: ended with {process.returncode}\n{said}"
         return said
 
+    def share(self, number: int, cores: float | None) -> None:
+        """Give all processes of a machine so many cores together, now and later; None: all that there are."""
+        group = CPU_GROUPS / f"{PREFIX}{number}"
+        group.mkdir(exist_ok=True)
+        (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+        (group / "cpu.cfs_quota_us").write_text(str(-1 if cores is None else int(cores * PERIOD_US)))
+        inside = os.stat(f"/proc/{self._inside(number)}/ns/pid").st_ino
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended
+                if os.stat(process / "ns/pid").st_ino == inside:
+                    (group / "cgroup.procs").write_text(process.name)
+
     def cut(self, number: int, seconds: float | None = None) -> None:
         """Take a machine's network away, for some seconds or for good."""
         _do("ip", "link", "set", f"{PREFIX}v{number}", "down")
@@ -131,6 +154,8 @@ class Machines:
         self._first.pop(number).wait(READY_S)
 
     def _remove(self, number: int) -> None:
+        with contextlib.suppress(OSError):  # there is none, or its last processes are still ending
+            (CPU_GROUPS / f"{PREFIX}{number}").rmdir()
         _do("ip", "netns", "del", f"{PREFIX}{number}", may_fail=True)
         _do("ip", "link", "del", f"{PREFIX}v{number}", may_fail=True)
 

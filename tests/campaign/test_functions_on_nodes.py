@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from separate_machines import Machines, lacking
+from separate_machines import Machines, lacking, lacks_shares
 from test_two_machines import POLICY, PYTHON, ROOT, Cluster, ended, engines, instead
 
 sys.path.insert(0, str(ROOT / "tests/unit/rewards"))
@@ -36,6 +36,12 @@ def score(data_source, solution_str, ground_truth, extra_info):
 
 def waits(data_source, solution_str, ground_truth, extra_info):
     time.sleep(0.05)
+    return 1.0
+
+def computes(data_source, solution_str, ground_truth, extra_info):
+    until = time.process_time() + 0.005
+    while time.process_time() < until:
+        pass
     return 1.0
 
 def hostile(data_source, solution_str, ground_truth, extra_info):
@@ -142,16 +148,23 @@ def test_rewards_run_on_all_machines_and_one_that_dies_costs_no_response(cluster
     cluster.add(killed)
 
 
-def test_three_machines_score_beside_each_other(cluster: Cluster) -> None:
-    folder = cluster.runs.parent / "rates"
+@pytest.mark.parametrize(("function", "cores"), [("waits", None), ("computes", 0.55)])
+def test_three_machines_score_beside_each_other(cluster: Cluster, function: str, cores: float | None) -> None:
+    if cores is not None and (reason := lacks_shares()) is not None:
+        pytest.skip(reason)
+    folder = cluster.runs.parent / function
     folder.mkdir()
     path = os.pathsep.join(
         str(ROOT / name) for name in ("", "tests", "tests/integration", "tests/unit/rewards", "tests/unit/envs")
     )
-    words = [f"{cluster.head}:6379", str(folder), f"{cluster.runs.parent}/own.py:waits"]
+    words = [f"{cluster.head}:6379", str(folder), f"{cluster.runs.parent}/own.py:{function}"]
+    for number in sorted(cluster.machines.running):
+        cluster.machines.share(number, cores)
     output = cluster.machines.run(1, PYTHON, "tests/campaign/scored_per_second.py", *words, timeout_s=600.0, PYTHONPATH=path)
+    for number in sorted(cluster.machines.running):
+        cluster.machines.share(number, None)
     rates = json.loads(output.splitlines()[-1])
-    print("MEASURED responses a second by number of machines:", rates)
+    print(f"MEASURED responses a second by number of machines, {function}: {rates}, {rates['3'] / rates['1']:.2f} times")
     assert rates.keys() == {"1", "3"}
 
 

@@ -228,7 +228,7 @@ def test_nothing_is_left_when_the_process_that_asked_is_killed() -> None:
     program = (
         "from grpo_rl.rewards.sandbox.sandbox import *\n"
         "s = Sandbox('import time; time.sleep(60)', Limits(time_s=60))\n"
-        "print(s._process.pid, flush=True)\n"
+        "print(s.pid, flush=True)\n"
         "s.run(Case())"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as asking:
@@ -242,7 +242,7 @@ def test_nothing_is_left_when_the_process_that_asked_is_killed() -> None:
 def test_a_sandbox_that_is_closed_leaves_nothing() -> None:
     with Sandbox("print(1)") as sandbox:
         sandbox.run(Case())
-        family = descendants(sandbox._process.pid, 2)
+        family = descendants(sandbox.pid, 2)
     wait_until(lambda: not any(alive(process) for process in family), "processes of the sandbox are left")
 
 

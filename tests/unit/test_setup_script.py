@@ -58,9 +58,11 @@ def test_ci_runs_every_test() -> None:
 
 
 def test_a_machine_without_it_skips_with_the_sandboxs_own_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = "import sys, os; os.write(int(sys.argv[2]), b'Fmake the namespaces: no')"
-    monkeypatch.setattr("grpo_rl.rewards.sandbox.sandbox.LAUNCH", launch)
+    machine_lacks.take_namespaces_away(monkeypatch)
     monkeypatch.setenv("CXX", "no-such-compiler")
     lacks = machine_lacks.lacks()
-    assert lacks["sandbox"].startswith("no sandbox for code on this machine") and "make the namespaces: no" in lacks["sandbox"]
+    assert (
+        lacks["sandbox"].startswith("no sandbox for code on this machine")
+        and "make the namespaces: unshare" in lacks["sandbox"]
+    )
     assert lacks["compiler"] == "no C++ compiler: there is no program no-such-compiler"

@@ -102,7 +102,7 @@ class PythonInterpreter(SimpleTool):
         if fenced := _FENCED.fullmatch(code):  # as models write code that were trained on Markdown, verl's ReTool among them
             code = fenced[1]
         if self._running is None:
-            # Starting waits 0.03 s for another process, which other episodes shall not do.
+            # Starting waits for another process, which other episodes shall not do.
             self._running = await asyncio.to_thread(self._started)
         try:
             failed, text = await asyncio.wait_for(self._run(self._running[1], code), self._time_s)

@@ -1,4 +1,4 @@
-"""Three processes in a sandbox. A bare interpreter (`-I -S`) runs this every time: nothing slow is imported.
+"""Three processes in a sandbox, all forked by a bare interpreter (`-S`), the fork server, which runs no code of a candidate.
 
 - The launcher asks for the namespaces, has its ids mapped by the parent, and waits for the keeper;
 - the keeper, process 1 of the new pid namespace, makes the root, then takes a case at a time from its private
@@ -15,6 +15,7 @@ import marshal
 import os
 import resource
 import select
+import socket
 import struct
 import sys
 import time
@@ -183,7 +184,35 @@ def read_exactly(descriptor: int, size: int) -> bytearray:
     return buffer
 
 
-def launch(control: int) -> NoReturn:
+def serve(requests: socket.socket) -> NoReturn:
+    """Fork a launcher for each request, which carries its channel and perhaps a candidate's line; answer with its process id.
+
+    An ended launcher stays a zombie until the next request: until then its id is no other process's.
+    """
+    while True:
+        message, descriptors, *_ = socket.recv_fds(requests, 1, 2)
+        if not message:
+            os._exit(0)
+        while _has_reaped():
+            pass
+        launcher = os.fork()
+        if not launcher:
+            requests.close()
+            os.dup2(1, 2)  # /dev/null: the pipe is the server's alone
+            launch(*descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        requests.sendall(launcher.to_bytes(4, "little"))
+
+
+def _has_reaped() -> bool:
+    try:
+        return os.waitpid(-1, os.WNOHANG)[0] != 0
+    except ChildProcessError:
+        return False
+
+
+def launch(control: int, line: int | None = None) -> NoReturn:
     libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
     try:
         call("make the namespaces", "unshare", CLONE_FLAGS)
@@ -200,12 +229,12 @@ def launch(control: int) -> NoReturn:
         os.waitpid(keeper, 0)
         os._exit(0)
     try:
-        _keep(control)
+        _keep(control, line)
     finally:
         os._exit(0)
 
 
-def _keep(control: int) -> None:
+def _keep(control: int, line: int | None) -> None:
     libc.signal(SIGINT, None)  # the kernel drops signals for which process 1 has no handler
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
@@ -223,7 +252,8 @@ def _keep(control: int) -> None:
             return
         _mount("mount /tmp", "tmpfs", TMP, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, setup["tmp_options"])
         os.chdir(TMP)
-        answer = _answer(control, setup, case, nonce)
+        answer = _answer(control, setup, case, nonce, line)
+        line = None
         call("empty /tmp", "umount2", TMP.encode(), MNT_DETACH)
         write_all(control, bytes(nonce) + answer)
 
@@ -266,8 +296,8 @@ def _make_root(setup: dict[str, Any]) -> None:
     libc.sethostname(b"sandbox", 7)
 
 
-def _answer(control: int, setup: dict[str, Any], case: dict[str, Any], nonce: bytearray) -> bytes:
-    input_bytes, line = case.pop("stdin"), setup.pop("line", None)
+def _answer(control: int, setup: dict[str, Any], case: dict[str, Any], nonce: bytearray, line: int | None) -> bytes:
+    input_bytes = case.pop("stdin")
     stdin = os.memfd_create("stdin") if line is None else line
     if line is None:
         write_all(stdin, input_bytes)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from compositions import compose
-from machine_lacks import needs_sandbox
+from machine_lacks import needs_sandbox, take_namespaces_away
 
 from grpo_rl.cluster.roles.function_host import BROKEN, LOST, FunctionHost, FunctionSpec, ScorerSpec
 from grpo_rl.cluster.roles.function_pool import AHEAD, JudgeClient, ScorerClient
@@ -217,9 +217,7 @@ def test_a_host_says_what_it_runs_and_which_walls_it_has(tmp_path: Path) -> None
 
 
 def test_a_node_without_a_sandbox_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "grpo_rl.rewards.sandbox.sandbox.LAUNCH", "import sys, os; os.write(int(sys.argv[2]), b'Fmake the namespaces: no')"
-    )
+    take_namespaces_away(monkeypatch)
     with pytest.raises(RewardError, match=f"node {socket.gethostname()}: no sandbox for code on this machine"):
         FunctionHost(code_spec(tmp_path), 8, 0, 1)
 

@@ -1,12 +1,14 @@
 """The reward of programs: which program of a response counts, which tests a row holds, and what they are worth."""
 
 import json
+import os
+import signal
 import time
 from functools import partial
 from typing import Any
 
 import pytest
-from machine_lacks import needs_sandbox
+from machine_lacks import needs_sandbox, take_namespaces_away
 
 from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.errors import ConfigError, RewardError
@@ -21,7 +23,7 @@ from grpo_rl.rewards.sandbox.code_rule import (
     same_value,
 )
 from grpo_rl.rewards.sandbox.inside import encode
-from grpo_rl.rewards.sandbox.sandbox import Case, Sandbox, SandboxUnavailable, check_available
+from grpo_rl.rewards.sandbox.sandbox import Case, ForkServer, Sandbox, SandboxUnavailable, check_available
 
 SQUARE = "```python\ndef f(x):\n    return x * x\n```"
 ADD = "Here:\n```python\na, b = map(int, input().split())\nprint(a + b)\n```\nThat is it."
@@ -194,10 +196,9 @@ def test_no_expected_output_is_in_what_a_sandbox_gets() -> None:
 
 
 def test_without_namespaces_nothing_runs_and_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "grpo_rl.rewards.sandbox.sandbox.LAUNCH", "import sys, os; os.write(int(sys.argv[2]), b'Fmake the namespaces: no')"
-    )
-    with pytest.raises(SandboxUnavailable, match=r"make the namespaces: no.*(sysctl|--security-opt).*docs/rewards.md"):
+    take_namespaces_away(monkeypatch)
+    words = r"make the namespaces: unshare: Invalid argument.*(sysctl|--security-opt).*docs/rewards.md"
+    with pytest.raises(SandboxUnavailable, match=words):
         code("code", SQUARE, ["assert f(1) == 1"])
     with pytest.raises(SandboxUnavailable):
         check_available()
@@ -206,13 +207,50 @@ def test_without_namespaces_nothing_runs_and_the_message_says_what_to_do(monkeyp
 @needs_sandbox
 def test_a_sandbox_that_fails_is_an_error_and_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     with Sandbox("print(1)") as sandbox:
-        sandbox._process.kill()
-        sandbox._process.wait(120)
+        os.kill(sandbox.pid, signal.SIGKILL)
         with pytest.raises(RewardError, match="ended in the middle of a case"):
             sandbox.run(Case())
     monkeypatch.setattr("grpo_rl.rewards.sandbox.sandbox.call_filter", lambda machine: b"no filter")
     with Sandbox("print(1)") as sandbox, pytest.raises(SandboxUnavailable, match="start the candidate: filter system calls"):
         sandbox.run(Case())
+
+
+@needs_sandbox
+def test_programs_print_sets_in_one_order_whatever_process_forks_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def printed() -> bytes:
+        with Sandbox("print({str(number) for number in range(100)})") as sandbox:
+            return sandbox.run(Case()).stdout
+
+    first = printed()
+    monkeypatch.setattr("grpo_rl.rewards.sandbox.sandbox.FORK_SERVER", ForkServer())
+    assert printed() == first != b""
+
+
+@needs_sandbox
+def test_a_fork_server_that_is_killed_is_replaced_and_a_forked_process_has_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = ForkServer()
+    monkeypatch.setattr("grpo_rl.rewards.sandbox.sandbox.FORK_SERVER", server)
+
+    def answers() -> int:
+        assert score(ADD, {"inputs": ["1 2\n"], "outputs": ["3\n"]}) == 1.0
+        assert server._process is not None
+        return server._process.pid
+
+    first = answers()
+    os.kill(first, signal.SIGKILL)
+    second = answers()
+    if not (child := os.fork()):
+        os._exit(0 if answers() not in (first, second) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert answers() == second != first
+
+
+def test_an_interpreter_that_does_not_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_rl.rewards.sandbox.sandbox.FORK_SERVER", ForkServer())
+    for program in ("/no/such/python", "/bin/false"):
+        monkeypatch.setattr("grpo_rl.rewards.sandbox.sandbox.interpreter", lambda program=program: program)
+        with pytest.raises(SandboxUnavailable, match=f"start the launcher with {program}"):
+            check_available()
 
 
 def test_options_out_of_range_are_refused_before_a_run() -> None:
