@@ -6,6 +6,7 @@ Only what a candidate wrote comes out, to be judged here: see docs/rewards.md.
 from __future__ import annotations
 
 import contextlib
+import functools
 import marshal
 import math
 import os
@@ -282,6 +283,7 @@ def interpreter() -> str:
     return getattr(sys, "_base_executable", None) or sys.executable
 
 
+@functools.cache
 def _mounts() -> dict[str, list[Any]]:
     """`site-packages` are hidden: they may hold a user's data."""
     binds: list[tuple[str, str]] = []
