@@ -269,7 +269,7 @@ def opened(composed: Composed, plan: Plan) -> Iterator[Course]:
         page = PageBeside(run_dir.path, trainer.page_freq, console.warn)
         with run_session(plan, run_dir, console, page) as session:
             yield Course(composed, plan, session, page, checkpoint)
-            with suppress(OSError, ArithmeticError):  # the run is done, whatever room there is for this
+            with suppress(OSError, ArithmeticError, ValueError):  # the run is done, whatever room there is for this
                 cost.learn(plan, Path(trainer.default_local_dir).expanduser(), read_metrics(run_dir.metrics_file))
             console.info(final_report(run_dir, seconds=time.perf_counter() - started))
 

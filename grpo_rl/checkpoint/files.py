@@ -34,9 +34,9 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> Entry:
     _point("open", path)
     digest, size = hashlib.sha256(), 0
     with path.open("xb", buffering=0) as file:
-        for whole in (memoryview(piece).cast("B") for piece in pieces):
-            for start in range(0, len(whole), _PIECE_BYTES):
-                piece = whole[start : start + _PIECE_BYTES]
+        for view in (memoryview(piece).cast("B") for piece in pieces):
+            for start in range(0, len(view), _PIECE_BYTES):
+                piece = view[start : start + _PIECE_BYTES]
                 digest.update(piece)
                 size += len(piece)
                 _point("write", path)
@@ -79,7 +79,7 @@ def entry_of(path: Path) -> Entry:
     """OSError for anything but a regular file: a device or pipe is never opened."""
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
-        raise OSError(f"{path.name} is a link or no regular file")
+        raise OSError(f"{path.name} is a link or not a regular file")
     with path.open("rb", buffering=0) as file:
         return status.st_size, hashlib.file_digest(file, "sha256").hexdigest()
 

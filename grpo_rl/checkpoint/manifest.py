@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Set
@@ -89,13 +90,13 @@ def verify(folder: Path) -> Checkpoint:
     manifest = read_manifest(folder)
     if step_of(folder.name) not in (None, manifest.step):
         raise CheckpointError(f"{folder} is the checkpoint of step {manifest.step} under another name")
-    # A name that leads out, or through a link, is none of those that are in the folder.
     present = dict(files.walk(folder))
     for name, entry in manifest.files.items():
         path = folder / name
         try:
-            if name not in present:
-                raise CheckpointError(f"{folder}: {name} is missing in it")
+            if name not in present or path.is_symlink():
+                reason = "is a link, or outside of the folder" if os.path.lexists(path) else "is missing"
+                raise CheckpointError(f"{folder}: {name!r} {reason}")
             if path.lstat().st_size != entry[0] or entry_of(path) != entry:
                 raise CheckpointError(f"{folder}: {name} is not the file that was written (size or SHA-256 differs)")
         except OSError as error:
@@ -167,7 +168,10 @@ def _check_ranks(folder: Path, present: Set[str]) -> None:
 def _check_tensors(folder: Path, name: str) -> None:
     """Raise CheckpointError if a file is not in the safetensors format, or a value is not finite."""
     with _usable(folder, name), safe_open(folder / name, framework="pt") as file:
-        layout = json.loads((file.metadata() or {}).get("layout", "null"))
+        try:
+            layout = json.loads((file.metadata() or {}).get("layout", "null"))
+        except ValueError as error:
+            raise ValueError(f"its layout is not JSON: {error}") from error
         keys = sorted(file.keys())
         if not isinstance(layout, dict) or sorted(layout) != keys:
             raise ValueError("its layout does not list its tensors")

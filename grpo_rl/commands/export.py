@@ -153,7 +153,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _default(target: Target, options: argparse.Namespace) -> Path:
-    ending = "_adapter" * options.adapter + (f"_{options.dtype}" if options.dtype else "")
+    ending = ("_adapter" if options.adapter else "") + (f"_{options.dtype}" if options.dtype else "")
     if target.step is not None:
         return target.export_folder.with_name(target.export_folder.name + ending)
     if target.run is not None and Path(target.model) == RunDir(target.run).model:

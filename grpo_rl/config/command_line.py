@@ -17,8 +17,8 @@ from grpo_rl.frozen import frozen
 
 _RECIPE_UNLESS_SET = {"actor_rollout_ref.model.path", "data.train_files"}
 _RECIPE_UNLESS_CHOSEN = {"recipe", "model", "data"}
-CFG = ("job", "hydra", "all")
-INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+CFG_CHOICES = ("job", "hydra", "all")
+INFO_CHOICES = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -31,8 +31,8 @@ def _parser() -> argparse.ArgumentParser:
     for names in (("--help", "-h"), ("--hydra-help",), ("--version",), ("--resolve",), ("--run", "-r"), ("--multirun", "-m")):
         parser.add_argument(*names, action="store_true")
     parser.add_argument("--shell-completion", "-sc", action="store_true")
-    parser.add_argument("--cfg", "-c", choices=CFG)
-    parser.add_argument("--info", "-i", choices=INFO)
+    parser.add_argument("--cfg", "-c", choices=CFG_CHOICES)
+    parser.add_argument("--info", "-i", choices=INFO_CHOICES)
     for names in (("--package", "-p"), ("--config-path", "-cp"), ("--config-name", "-cn"), ("--config-dir", "-cd")):
         parser.add_argument(*names)
     return parser
@@ -82,9 +82,9 @@ def _with_values(argv: Sequence[str]) -> list[str]:
     words: list[str] = []
     for word, following in itertools.zip_longest(argv, argv[1:]):
         words.append(word)
-        if word in ("--cfg", "-c") and following not in CFG:
+        if word in ("--cfg", "-c") and following not in CFG_CHOICES:
             words.append("job")
-        if word in ("--info", "-i") and following not in INFO:
+        if word in ("--info", "-i") and following not in INFO_CHOICES:
             words.append("all")
     return words
 

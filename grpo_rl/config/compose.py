@@ -179,8 +179,8 @@ def checked(composed: DictConfig, command: Command, reading: Reading, problems: 
     for tree in (raw, safe) if raw else ():
         notes += _implied(tree, named_keys)
     config, value_problems = convert_or_explain(raw)
-    if reading.is_verls:
-        notes += verl_answers.other_defaults(named_keys, config.model.path, *config.data.train_files)
+    if reading.is_verls and (note := verl_answers.other_defaults(named_keys, config.model.path, config.data.train_files)):
+        notes.append(note)
     secrets.remember([os.environ.get(config.reward.judge.api_key_env or "")])
     problems += value_problems
     problems += [

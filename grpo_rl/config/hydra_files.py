@@ -175,7 +175,8 @@ def _checked(reading: Reading, config_path: str, path: Path, file: YamlFile) -> 
     entries = file.entries
     is_primary = config_path in (reading.config_name, PRIMARY, *VERLS_DEFAULTS)
     if hydra := entries.get("hydra"):
-        for key in flat({"hydra": hydra}) if config_path != PRIMARY or not is_packages else ():
+        is_checked = config_path != PRIMARY or not is_packages
+        for key in flat({"hydra": hydra}) if is_checked else ():
             reason = refused_of_hydra(key) if is_primary else _TYPED
             if reason and not key.startswith("hydra.searchpath"):  # `searched` has read the search path
                 settings.problems.append(f"{key} (in {path}): {reason}")
@@ -265,15 +266,15 @@ def _repeated(name: str) -> str | None:
     # Hydra would follow a circle forever, and lay a repeated one over changes between.
     seen: dict[Path, str] = {}
 
-    def search(*line: str) -> str | None:
-        for parent in _parents(line[-1]):
+    def search(*ancestry: str) -> str | None:
+        for parent in _parents(ancestry[-1]):
             path = recipes.path_of(parent).resolve()
-            if path in (recipes.path_of(child).resolve() for child in line):
-                return f"recipe={name}: builds on itself: {' -> '.join((*line, parent))}"
+            if path in (recipes.path_of(child).resolve() for child in ancestry):
+                return f"recipe={name}: builds on itself: {' -> '.join((*ancestry, parent))}"
             if path in seen:
-                return f"recipe={name}: {parent} comes twice, by {seen[path]} and by {line[-1]}: name it once"
-            seen[path] = line[-1]
-            if problem := search(*line, parent):
+                return f"recipe={name}: {parent} comes twice, by {seen[path]} and by {ancestry[-1]}: name it once"
+            seen[path] = ancestry[-1]
+            if problem := search(*ancestry, parent):
                 return problem
         return None
 

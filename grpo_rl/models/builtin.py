@@ -174,7 +174,7 @@ def build(name: str, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer(builtin.vocab_size)
     tokenizer.model_max_length = builtin.max_position_embeddings
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    special_ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     shape = {
         field.name: getattr(builtin, field.name)
         for field in dataclasses.fields(builtin)
@@ -188,13 +188,13 @@ def build(name: str, folder: Path) -> Path:
         rope_parameters={"rope_type": "default", "rope_theta": builtin.rope_theta},
         tie_word_embeddings=True,
         dtype="float32",
-        **ends,
+        **special_ids,
     )
     config.bos_token_id = None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(builtin.seed)
         model = AutoModelForCausalLM.from_config(config)
-    model.generation_config = GenerationConfig(**ends)
+    model.generation_config = GenerationConfig(**special_ids)
     disable_progress_bar()  # the files are small
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -157,11 +157,11 @@ def named_full_tensors(
                 yield name, tied
             continue
         layer = adapted.get(name)
-        rows = tensor.detach() if layer is None else _merged(tensor.detach(), layer, device)
-        whole_tensor = _whole(rows, device, dtype)
+        whole_tensor = _whole(tensor.detach() if layer is None else _merged(tensor.detach(), layer, device), device, dtype)
         if tensor is embedding:
             tied = whole_tensor
         yield name_in_files(name), whole_tensor
+        del whole_tensor  # before the next one is put together
 
 
 def whole_adapters(policy: PackedModel, device: torch.device) -> dict[str, Tensor]:

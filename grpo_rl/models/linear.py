@@ -36,7 +36,7 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
 
 
 def use_fast_layers(model: nn.Module) -> None:
-    """Of norms Llama's, which call their epsilon `variance_epsilon`; Gemma's scale by 1 + weight."""
+    """Replace linear layers, and Llama's norms, which call their epsilon `variance_epsilon`; Gemma's scale by 1 + weight."""
     for module in model.modules():
         kind: Any = type(module)
         if kind is nn.Linear:

@@ -24,6 +24,7 @@ Columns = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | No
 Support = tuple[Tensor, Tensor]
 """Row in the chunk and id of every token that could be sampled there."""
 Chunk = tuple[slice, Support | None]
+"""The rows of a chunk, and their support; None: all tokens."""
 
 
 @frozen

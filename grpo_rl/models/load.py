@@ -179,7 +179,8 @@ def save_lm(lm: Any, folder: Path, state: dict[str, Any]) -> None:
     try:
         lm.save_pretrained(folder, state_dict=state)
     finally:
-        lm.generation_config = settings
+        if settings is not None:
+            lm.generation_config = settings
     if settings is not None and lm.can_generate():
         write_generation(settings, folder)
 

@@ -129,7 +129,9 @@ def _laid_out(
     starts_N = lengths_N.cumsum(0) - lengths_N
     families = [] if group_N is None else _families(token_ids_S, starts_N, common_N, needed_N, group_N)
     if not families:
-        needed_N = lengths_N
+        all_S = torch.arange(len(token_ids_S))
+        states_T = to_device(_flat(starts_N, within_T, num_read_N), device)
+        return all_S, all_S, (to_device(token_ids_S, device, torch.long), Packing.of(lengths_N, device), states_T)
     # Begin among the sequences' tokens, length, and the block that it continues.
     blocks: list[tuple[int, int, int]] = []
     shared_N, prompt_N, own_N = (torch.zeros_like(needed_N) for _ in range(3))
@@ -141,7 +143,7 @@ def _laid_out(
             prompt_N[rows], shared_N[rows] = prompt, shared
             blocks.append((starts[rows[0]], shared, -1))
         for row in rows:
-            if needed[row] > shared or prompt < 0:
+            if needed[row] > shared:
                 own_N[row] = len(blocks)
                 blocks.append((starts[row] + shared, needed[row] - shared, prompt))
     begins_B, lengths_B, continues_B = torch.tensor(blocks).unbind(1)
@@ -244,7 +246,7 @@ class Packing:
         last = {prompt: end for prompt, end in zip(continues_N.tolist(), ends, strict=True) if prompt >= 0}
         families = tuple((slice(begins[prompt], ends[prompt]), slice(ends[prompt], end)) for prompt, end in last.items())
         position_ids_S = torch.arange(ends[-1]) - torch.repeat_interleave(starts_N - prefix_N, lengths_N)
-        copied = families and torch.device(device).type != "cpu"
+        gathers_keys = families and torch.device(device).type != "cpu"
         return Packing(
             position_ids_S=to_device(position_ids_S, device),
             cumulative_lengths=to_device(_from_zero(ends_N), device),
@@ -252,7 +254,7 @@ class Packing:
             lengths_N=lengths_N,
             uniform=min(lengths) == max(lengths),
             families=families,
-            keys=GatheredKeys.of(lengths_N, continues_N, device) if copied else None,
+            keys=GatheredKeys.of(lengths_N, continues_N, device) if gathers_keys else None,
         )
 
     @functools.cached_property

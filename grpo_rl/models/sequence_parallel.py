@@ -87,6 +87,8 @@ class Slice:
         whole_T = values_T.new_zeros(self.num_trained, *values_T.shape[1:]).index_copy_(0, self.own_T, values_T.detach())
         if self.num_trained:
             dist.all_reduce(whole_T, group=self.ranks.group)
+        if not values_T.requires_grad:
+            return whole_T
         # The same values again (a sum has no -0), for the gradient: each rank takes that of its own, and nothing is added up.
         return whole_T.index_copy(0, self.own_T, values_T + 0)
 

@@ -503,7 +503,8 @@ def _known(plan: Plan, runs: Path) -> dict[int, Fitted]:
         machine, _, size = key.partition("; ")
         if machine == _machine(plan):
             with suppress(TypeError, ValueError, AttributeError, IndexError):  # another kind of entry
-                known[int(size.split()[0])] = Fitted(**entry)
+                if (num_params := int(size.split()[0])) > 0:
+                    known[num_params] = Fitted(**entry)
     return known
 
 

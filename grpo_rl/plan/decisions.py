@@ -252,11 +252,13 @@ def decide(
     if not config.trains_reward_model:
         driven -= {"reward_model"}
     reference = _reference(config, objective) if "reference" in driven else None
-    has_reference = reference is not None and not config.model.lora_rank
+    starts_reference = reference is not None and not config.model.lora_rank
     teachers, scores = derived.teachers_of(config), "rewarder" in driven
     if teachers and "teacher" not in driven:
         raise ConfigError(f"distillation.enabled=true: trainer.schedule={config.trainer.schedule} does not ask teachers")
-    roles = tuple(_roles(config, machine, driven, needs_critic="values" in needs, has_reference=has_reference, resumes=resumes))
+    roles = tuple(
+        _roles(config, machine, driven, needs_critic="values" in needs, starts_reference=starts_reference, resumes=resumes)
+    )
     return Plan(
         config=config,
         machine=machine,
@@ -303,7 +305,7 @@ def _reference(config: Config, objective: Objective) -> str | None:
 
 
 def _roles(
-    config: Config, machine: Machine, driven: frozenset[str], *, needs_critic: bool, has_reference: bool, resumes: bool
+    config: Config, machine: Machine, driven: frozenset[str], *, needs_critic: bool, starts_reference: bool, resumes: bool
 ) -> Iterator[RolePlan]:
     """Yield the roles of those that the schedule drives."""
     trains, rollout, ranks = "actor" in driven, config.rollout, machine.world_size(config)
@@ -326,7 +328,7 @@ def _roles(
         yield RolePlan("rollout", pool, replicas, threads, parallel, calls_at_once=3)
     if trains or (resumes and "rollout" in driven):
         yield role("actor", "actor", ranks, stateful=True)
-    if has_reference:
+    if starts_reference:
         yield role("reference", "actor", ranks, stateful=config.is_iterated)
     if any(teacher.model_path is not None for teacher in derived.teachers_of(config).values()) and "teacher" in driven:
         yield role("teacher", "teacher" if config.distillation.nnodes else "actor", machine.world_size(config, "teacher"))

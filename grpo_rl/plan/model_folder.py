@@ -201,14 +201,14 @@ def _broken_files(folder: Path, key: str = _PATH) -> Problems:
             "it into a folder of its own, and name that in actor_rollout_ref.model.lora_adapter_path if it does"
         )
     for file in sorted(folder.glob("*.safetensors")):
-        numbers_and_bytes, present = _described(file), file.stat().st_size
+        numbers_and_bytes, size = _numbers_and_bytes(file), file.stat().st_size
         if numbers_and_bytes is None:
             with file.open("rb") as stream:
                 is_pointer = stream.read(40).startswith(b"version https://git-lfs")
             lfs = " (a pointer of git LFS: fetch the file itself with git lfs pull)" * is_pointer
             yield f"{key}={folder}: {file.name} is no safetensors file{lfs}"
-        elif present < numbers_and_bytes[1]:
-            yield f"{key}={folder}: {file.name} is cut short: it has {present:,} of {numbers_and_bytes[1]:,} bytes"
+        elif size < numbers_and_bytes[1]:
+            yield f"{key}={folder}: {file.name} is cut short: it has {size:,} of {numbers_and_bytes[1]:,} bytes"
     index = folder / "model.safetensors.index.json"
     for file in (folder / "tokenizer_config.json", folder / "tokenizer.json", index):
         try:
@@ -297,11 +297,11 @@ def model_size(path: str) -> ModelSize | None:
 
 def stored_params(folder: Path) -> int | None:
     """Return the numbers in a folder's safetensors files, by their headers; None without readable ones."""
-    files = [_described(file) for file in folder.glob("*.safetensors")]
+    files = [_numbers_and_bytes(file) for file in folder.glob("*.safetensors")]
     return None if None in files else sum(file[0] for file in files if file is not None) or None
 
 
-def _described(file: Path) -> tuple[int, int] | None:
+def _numbers_and_bytes(file: Path) -> tuple[int, int] | None:
     """Return the numbers and the bytes of a safetensors file as its header has them; None if it is unreadable.
 
     8 bytes are the length of the header, a JSON object; then come the data.

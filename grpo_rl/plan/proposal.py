@@ -177,9 +177,9 @@ def _options(plan: Plan) -> Iterator[list[tuple[float, Changes]]]:
     if plan.role("reference") and not (config.ref.fsdp_config.param_offload or config.ref.fsdp_config.offload_policy):
         yield [(1, {f"{REF}.fsdp_config.param_offload": True})]
     if not fsdp.offload_policy:
-        is_off = {f"{A}.fsdp_config.{key}": getattr(fsdp, key) for key in ("optimizer_offload", "param_offload")}
-        offloads = {key: True for key, off in is_off.items() if not off}
-        cleared = {key: False for key, off in is_off.items() if off}
+        is_offloaded = {f"{A}.fsdp_config.{key}": getattr(fsdp, key) for key in ("optimizer_offload", "param_offload")}
+        offloads = {key: True for key, offloaded in is_offloaded.items() if not offloaded}
+        cleared = {key: False for key, offloaded in is_offloaded.items() if offloaded}
         policy = cleared | {f"{A}.fsdp_config.offload_policy": True}
         yield [(2, dict(list(offloads.items())[:1])), (3, offloads), (8, policy)]
     if config.rollout.free_cache_engine is False and plan.colocated:

@@ -17,7 +17,7 @@ from grpo_rl.models.lora import A_NAME, B_NAME
 from grpo_rl.models.sharded_load import WeightFiles
 from grpo_rl.rollout.engine import EngineSpec
 from grpo_rl.rollout.model_info import model_on_meta
-from grpo_rl.rollout.weights import WeightBucket, WeightTransferError, first_names, noted, pack_buckets
+from grpo_rl.rollout.weights import WeightBucket, WeightTransferError, first_names, pack_buckets, with_digests_recorded
 
 
 class AdapterMerge:
@@ -38,7 +38,7 @@ class AdapterMerge:
         self.digests: dict[str, str] = {}
 
     def receive(self, bucket: WeightBucket) -> None:
-        named = noted(bucket.tensors(), self.digests if self._spec.verify_checksum else None)
+        named = with_digests_recorded(bucket.tensors(), self.digests if self._spec.verify_checksum else None)
         self._adapters |= {name: tensor.clone() for name, tensor in named}
 
     def buckets(self) -> Iterator[WeightBucket]:

@@ -15,7 +15,7 @@ from grpo_rl.types import Completion, Request
 WeightBackend = Literal["object_store", "ipc", "nccl"]
 Device = Literal["cpu", "cuda"]
 Wakeable = Literal["weights", "kv_cache", "all"]
-_AS_THEY_ARE = (
+_SAME_NAMED_KEYS = (
     *("name", "seed", "quantization", "max_num_batched_tokens", "use_torch_compile", "engines_per_device", "fp32_lm_head"),
     *("enable_prefix_caching", "kv_cache_memory_bytes", "kv_cache_gib"),
 )
@@ -96,7 +96,7 @@ class EngineSpec:
             deterministic=cfg.trainer.deterministic,
             threads=rollout.cpu_threads or max(1, cores),
             engine_kwargs=dict(rollout.engine_kwargs.get(rollout.name, {})),
-            **{name: getattr(rollout, name) for name in _AS_THEY_ARE},
+            **{name: getattr(rollout, name) for name in _SAME_NAMED_KEYS},
         )
 
 

@@ -27,8 +27,8 @@ from grpo_rl.rollout.weights import (
     WeightTransferError,
     describe,
     group_by_bytes,
-    noted,
     pack,
+    with_digests_recorded,
     write_flat,
 )
 
@@ -59,7 +59,9 @@ class WeightSender:
 
     def groups(self, named_full_tensors: Iterable[NamedTensor]) -> Iterator[list[NamedTensor]]:
         self._digests = {}
-        return group_by_bytes(noted(named_full_tensors, self._digests if self.verify else None), self.bucket_bytes)
+        return group_by_bytes(
+            with_digests_recorded(named_full_tensors, self._digests if self.verify else None), self.bucket_bytes
+        )
 
 
 class ObjectStoreSender(WeightSender):

@@ -140,7 +140,7 @@ def digest(tensor: Tensor) -> str:
     return f"{tensor.dtype}{tuple(tensor.shape)} {int(total) % 2**64:016x}"
 
 
-def noted(named_tensors: Iterable[NamedTensor], digests: dict[str, str] | None) -> Iterator[NamedTensor]:
+def with_digests_recorded(named_tensors: Iterable[NamedTensor], digests: dict[str, str] | None) -> Iterator[NamedTensor]:
     """Yield the tensors, and put the digest of each into `digests` unless it is None."""
     for name, tensor in named_tensors:
         if digests is not None:

@@ -140,7 +140,7 @@ TITLES = {
     "response_length/mean": "Response length (tokens)",
     "actor/grad_norm": "Norm of the gradient",
     "critic/vf_loss": "Loss of the critic",
-    "reward_model/grad_norm": "Norm of the gradient",
+    "reward_model/grad_norm": "Norm of the reward model's gradient",
     "actor/lr": "Learning rate",
     "timing_s/step": "Seconds per step",
 }

@@ -18,7 +18,7 @@ from grpo_rl.background import has_ended, in_background
 from grpo_rl.config.secrets import hide_known
 from grpo_rl.errors import DataError
 from grpo_rl.run_files import read_lines
-from grpo_rl.telemetry.metrics.metrics_file import JsonObject, Say, dump_line, finite_or_not, is_count, is_number
+from grpo_rl.telemetry.metrics.metrics_file import JsonObject, Say, dump_line, is_count, is_number, number_from_text
 from grpo_rl.telemetry.rundir import RunDir
 
 if TYPE_CHECKING:  # types imports torch, which reading a log does not need
@@ -28,6 +28,7 @@ Kind = Literal["rollouts", "val"]
 WRITE_S = 3600.0  # the longest time in which a step's rollouts are written
 CLOSE_S = 30.0
 MOST_REWARD_PARTS = 1000
+_logger = logging.getLogger(__name__)
 
 
 class RolloutLog:
@@ -41,7 +42,7 @@ class RolloutLog:
         *,
         token_groups: int = 0,
         written: Callable[[Kind, int, Path], None] = lambda kind, step, path: None,
-        warn: Say = logging.warning,
+        warn: Say = _logger.warning,
     ) -> None:
         self._written = written  # called by the writing thread with each whole file
         self._warn, self._is_failing = warn, False
@@ -181,7 +182,7 @@ def read_rollouts(path: Path) -> list[JsonObject]:
 
 
 def _is_number(value: Any) -> bool:
-    return is_number(finite_or_not(value))
+    return is_number(number_from_text(value))
 
 
 def _are(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:

@@ -86,9 +86,9 @@ class InFlight:
         num_wanted, num_groups = min(self.room, steps_left * self.batch_size), len(self.groups)
         most_useless = self.selection.filters.max_num_gen_batches * session.config.gen_batch_size - self.batch_size
 
-        def too_few(more: str = "") -> DataError:
+        def too_few(suffix: str = "") -> DataError:
             num_ready = len(self.ready)
-            return DataError(self.selection.too_few(num_ready, num_ready + len(self._untrained), self._num_draws) + more)
+            return DataError(self.selection.too_few(num_ready, num_ready + len(self._untrained), self._num_draws) + suffix)
 
         try:
             while len(self.groups) < num_wanted and not self.selection.exhausted:
@@ -121,17 +121,20 @@ class InFlight:
             self._count(len(new) * size)
 
     def _count(self, change: int) -> None:
-        """Add to the responses that have not ended. If they become some or none, or by a change of 0, record the time with requests
-        until now, or add up that without."""
-        if not change or not self._unfinished or self._unfinished + change == 0:
-            timeline = self.session.output.timeline
-            now_s = timeline.now()
-            if self._since is not None and self._unfinished:
-                timeline.record("rollout", "gen", self._since, now_s)
-            elif self._since is not None:
-                self._idle_s += now_s - self._since
-            self._since = now_s
+        """Add to the number of responses that have not ended."""
+        if not self._unfinished or self._unfinished + change == 0:
+            self._note_load()
         self._unfinished += change
+
+    def _note_load(self) -> None:
+        """Record the time with requests until now, or add up the time without any."""
+        timeline = self.session.output.timeline
+        now_s = timeline.now()
+        if self._since is not None and self._unfinished:
+            timeline.record("rollout", "gen", self._since, now_s)
+        elif self._since is not None:
+            self._idle_s += now_s - self._since
+        self._since = now_s
 
     def wait(self, enough: Callable[[], bool], training: Future[Any] | None = None) -> None:
         """Take in responses and hand them to the rewards until there is enough, or `training`, the work beside it, has failed."""
@@ -171,7 +174,7 @@ class InFlight:
             # Also if sampling has failed: the processes must not be ended below a thread that starts them again.
             has_ended(training, self.session.config.trainer.step_timeout_s)
         if self._unfinished:
-            self._count(0)
+            self._note_load()
         waits, self._idle_s = {"timing_s/rollout_waits_for_trainer": self._idle_s}, 0.0
         return training.result(0) | waits
 

@@ -34,8 +34,11 @@ if TYPE_CHECKING:
 
 class Rows:
     def __init__(self, config: Config, rows: TrainingRows, roles: Roles, objective: Objective, console: Console) -> None:
-        """Compute the reference's log-probs if the objective needs them: the reference is the initial policy, which the actor is
-        before the first step, also in a run that is about to load a checkpoint. Raises DivergedError if they are not finite."""
+        """Compute the reference's log-probs if the objective needs them. Raises DivergedError if they are not finite.
+
+        The reference is the initial policy, which the actor is before the first step, also in a run that is about
+        to load a checkpoint.
+        """
         self.config, self.roles, self.objective = config, roles, objective
         self.sets = {part: data for part, data in (("train", rows.train), ("val", rows.val)) if data is not None}
         self.order = make_row_order(config, rows.train)
@@ -78,7 +81,7 @@ class Rows:
         objective = dataclasses.replace(
             self.objective, entropy_coeff=0.0, adaptive_entropy=False, kl_loss_type=None, kl_options=(), distillation=None
         )
-        data, parts = self.sets["val"], _parts(len(self.sets["val"]), self._batch_size)
+        data, parts = self.sets["val"], _row_ranges(len(self.sets["val"]), self._batch_size)
         batches = (answers_of(data.batch(rows)) if objective.needs_kl else data.batch(rows) for rows in parts)
         counts = Counts(*map(sum, zip(*(dataclasses.astuple(batch.counts()) for batch in batches), strict=True)))
         totals: dict[str, float] = defaultdict(float)
@@ -132,7 +135,7 @@ def with_kl(batch: Batch, actor: Actor) -> Batch:
 
 def scored_rows(model: TrainedRewardModel, data: TrainingSet[Any], batch_size: int) -> dict[str, Tensor]:
     parts: list[dict[str, Tensor]] = []
-    for rows in _parts(len(data), batch_size):
+    for rows in _row_ranges(len(data), batch_size):
         batch = data.batch(rows)
         scores = model.scores(batch)
         if batch.labels_T is not None:
@@ -146,19 +149,20 @@ def scored_rows(model: TrainedRewardModel, data: TrainingSet[Any], batch_size: i
 
 
 def _reference_of(
-    part: str, data: TrainingSet[Any], actor: Actor, batch_size: int, done: Callable[[int], None]
+    part: str, data: TrainingSet[Any], actor: Actor, batch_size: int, advance: Callable[[int], None]
 ) -> tuple[Tensor, Tensor]:
+    """Return the log-probs of one part's rows back to back, and where each row's begin; the last is their number."""
     pieces, lengths_R = [torch.empty(0)], torch.zeros(len(data), dtype=torch.long)
-    for rows in _parts(len(data), batch_size):
+    for rows in _row_ranges(len(data), batch_size):
         if usable := [row for row in rows if data.usable(row)]:
             batch = data.batch(usable)
             pieces.append(actor.logprobs(batch).float())
             check_finite(batch.replace(ref_logprobs_T=pieces[-1]))
             lengths_R[usable] = lengths_R[usable].index_add(0, batch.group_N, batch.trained_lengths_N)
         fault_point("driver.reference", part=part, row=rows[-1])
-        done(len(rows))
+        advance(len(rows))
     return torch.cat(pieces), torch.cat([lengths_R.new_zeros(1), lengths_R.cumsum(0)])
 
 
-def _parts(num_rows: int, size: int) -> list[range]:
+def _row_ranges(num_rows: int, size: int) -> list[range]:
     return [range(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]

@@ -38,7 +38,7 @@ class RunLoop:
         self.progress = session.progress
         self.progress.on_phase = self._phase
         self.timeline = session.output.timeline
-        session.steps = self.steps
+        session.run_steps = self.steps
         self.total_steps = session.total_steps
         self.saving = Saving(self.config, self.roles, self.output)
         self.store = self.saving.store
@@ -349,7 +349,7 @@ def single_step(session: Session, schedule: Schedule) -> Metrics:
     session.step += 1
     session.begin_step()
     step = Step(session.step)
-    session.steps = lambda: iter([step])
+    session.run_steps = lambda: iter([step])
     schedule(session)
     session.end_step(step)
     return step.metrics

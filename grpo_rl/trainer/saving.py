@@ -23,9 +23,11 @@ OWN_EVERY_S, OWN_SHARE = 60.0, 0.02
 
 
 class Saving:
-    """The saves of one run, at most one at a time. A run without `save_freq` writes some for itself, to go on from if it loses ranks,
-    in a folder that no later command looks into. A step that is due is committed by a later `poll` or `finish`. What fails is
-    warned of; it raises CheckpointError if `on_save_error` is stop."""
+    """The saves of one run, at most one at a time: what `begin` starts is committed by a later `poll` or `finish`.
+
+    A run without `save_freq` writes some for itself, to go on from if it loses ranks, in a folder that no later
+    command looks into. A save that fails is warned of; with `on_save_error=stop` all methods raise CheckpointError.
+    """
 
     def __init__(self, config: Config, roles: Roles, output: Output) -> None:
         self.trainer = config.trainer
@@ -50,16 +52,18 @@ class Saving:
     def begin(self, step: int, state: dict[str, Any], store: CheckpointStore | None = None) -> None:
         """Save the roles' state as it is now, and `state`, in the run's checkpoints or for its own recovery."""
         self.finish()
-        if store is None or store is self.own:  # the own one before may just have failed
-            with self._tolerant(store or self.store):
-                self._begin(step, state, store or self.store)
+        store = store or self.store
+        with self._tolerant(store):
+            self._begin(step, state, store)
 
     def begin_own(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
         """Save for this run's own recovery, if that is due."""
         began = time.monotonic()
         if self.own is None or began < self._next_own:
             return
-        self.begin(step, state(), self.own)
+        self.finish()
+        if self.own is not None:  # the one before may just have failed
+            self.begin(step, state(), self.own)
         current_time = time.monotonic()
         self._next_own = current_time + max(OWN_EVERY_S, (current_time - began) / OWN_SHARE)
 

@@ -73,8 +73,7 @@ class Session:
         self.step = 0  # the number of the current or last step; 0 before the first one
         self.progress = StepProgress(output.timeline)
         self.state: dict[str, Any] = {}  # what the loop needs to go on after a resume; a part of every checkpoint, as JSON
-        self.steps: Callable[[], Iterator[Step]] = lambda: iter(())
-        """Yields the steps to come, each followed by what is due. Raises Preempted after a signal."""
+        self.run_steps: Callable[[], Iterator[Step]] = lambda: iter(())
         self._reason_to_end: str | None = None
         self.overlaps = overlaps(config)
         self.compares = self.objective.needs_pairs  # True if the loss compares the best and the worst response of each group
@@ -95,6 +94,10 @@ class Session:
         self._selection = None if train_data is None else Selection(config, train_data, factors)
         self._flight = None if train_data is None else InFlight(self)
         self.begin_step()
+
+    def steps(self) -> Iterator[Step]:
+        """Yield the steps to come, each followed by what is due. Raises Preempted after a signal."""
+        return self.run_steps()
 
     def end(self, reason: str) -> None:
         """Make this step the last one of the run, for a reason that the run prints."""

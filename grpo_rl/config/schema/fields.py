@@ -107,11 +107,15 @@ def sections() -> frozenset[str]:
 
 
 def leaf_around(key: str) -> Leaf | None:
-    """Return the key of the schema that `key` lies in, e.g. `...override_config` for `...override_config.a`."""
+    """Return the leaf of the schema that `key` lies in, e.g. `...override_config` for `...override_config.a`.
+
+    A key with a point behind it is a leaf of its own, if it is one.
+    """
     return next((leaves()[group] for group in groups_around(key) if group in leaves()), None)
 
 
 def free_mapping(key: str) -> Leaf | None:
+    """Return the leaf that `key` lies in, if that takes any keys below it."""
     leaf = leaf_around(key)
     return leaf if leaf and leaf.kind.base is dict else None
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, MutableMapping
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,19 +53,19 @@ def _read(text: str) -> dict[str, Answer]:
 ANSWERS = _read(Path(__file__).with_name("keys.txt").read_text(encoding="utf-8"))
 
 
-def other_defaults(named_keys: set[str], *inputs: str) -> Iterator[str]:
-    """Yield a line with the defaults that differ from verl's, without `named_keys`, if a command with these keys, model and
-    files may be one of verl's."""
+def other_defaults(named_keys: set[str], model: str, train_files: Sequence[str]) -> str | None:
+    """Return a line with the defaults that differ from verl's, if a command with these keys may be one of verl's."""
     if not {"actor_rollout_ref.model.path", "data.train_files"} <= named_keys or "data.responses" in named_keys:
-        return
+        return None
     path = recipes.conf() / "verl" / "ppo_trainer.yaml"
     named = [
         f"{'.'.join(key.split('.')[-2:])}={show(leaves()[key].default)} ({show(verls)})"
         for key, verls in flat(recipes.read(path, path.stem).entries).items()
         if key not in named_keys
     ]
-    if named and not any(name.startswith(("builtin:", "task:")) for name in inputs):
-        yield f"other defaults than verl's (in brackets; -cn ppo_trainer has them): {', '.join(named)}"
+    if not named or any(name.startswith(("builtin:", "task:")) for name in (model, *train_files)):
+        return None
+    return f"other defaults than verl's (in brackets; -cn ppo_trainer has them): {', '.join(named)}"
 
 
 def in_lists(correction: MutableMapping[str, Any]) -> None:
@@ -95,7 +95,7 @@ def answer_for(key: str) -> Answer | None:
     """Return the answer for `key` or the nearest group around it; None if verl has no such key."""
     name, answer = _nearest(key)
     # Accepted values of a group are not accepted for a key inside it.
-    return answer and (answer if name == key else dataclasses.replace(answer, accepts=()))
+    return answer if answer is None or name == key else dataclasses.replace(answer, accepts=())
 
 
 def _nearest(key: str) -> tuple[str, Answer | None]:

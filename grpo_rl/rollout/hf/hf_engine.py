@@ -19,7 +19,7 @@ from grpo_rl.models.experts import stored_tensors
 from grpo_rl.rollout.engine import EngineSpec, NcclRendezvous, Wakeable, check_requests
 from grpo_rl.rollout.hf.token_sampling import sample, support_of
 from grpo_rl.rollout.model_info import load_config, stop_token_ids
-from grpo_rl.rollout.weights import WeightBucket, WeightTransferError, WeightUpdate, noted
+from grpo_rl.rollout.weights import WeightBucket, WeightTransferError, WeightUpdate, with_digests_recorded
 from grpo_rl.types import Completion, FinishReason, Request, Versions, extended
 
 
@@ -120,7 +120,7 @@ class HfEngine:
     @torch.no_grad()
     def load_bucket(self, bucket: WeightBucket) -> None:
         self._update.receive(bucket)
-        for name, tensor in noted(bucket.tensors(), self._digests if self._spec.verify_checksum else None):
+        for name, tensor in with_digests_recorded(bucket.tensors(), self._digests if self._spec.verify_checksum else None):
             # A tied head is the embedding under a second name: both are sent and hold the same values.
             self._own[name].copy_(tensor)
 
@@ -146,7 +146,9 @@ class HfEngine:
     def _read(self) -> Iterator[_Batch]:
         """Read the unread requests, in batches of one length, and sample a token of each."""
         unread, self._unread = self._unread, []
-        for length, rows in groupby(sorted(unread, key=_Running.num_tokens), key=_Running.num_tokens):
+        if self._spec.batched:
+            unread = sorted(unread, key=_Running.num_tokens)
+        for length, rows in groupby(unread, key=_Running.num_tokens):
             same, at_once = list(rows), max(1, self._spec.max_num_batched_tokens // length) if self._spec.batched else 1
             for start in range(0, len(same), at_once):
                 batch, logits_BV = _Batch.read(self._model, same[start : start + at_once], self._device)

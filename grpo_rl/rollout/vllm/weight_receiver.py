@@ -16,7 +16,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from grpo_rl.processes.family import die_with
 from grpo_rl.rollout.vllm.vllm_patches import CounterSampler, able, pack_experts_again, store_waits, whole_handle
-from grpo_rl.rollout.weights import WeightBucket, WeightTransferError, noted
+from grpo_rl.rollout.weights import WeightBucket, WeightTransferError, with_digests_recorded
 
 ENGINE_PREFIX = "grpo_rl_"
 VERIFY_SUFFIX = "_verified"
@@ -55,7 +55,7 @@ class _Verified:
 
     def receive_weights(self, update_info: Any) -> None:
         load = self.model.load_weights
-        self.model.load_weights = lambda weights: load(noted(weights, self.received_digests))
+        self.model.load_weights = lambda weights: load(with_digests_recorded(weights, self.received_digests))
         try:
             super().receive_weights(update_info)  # type: ignore[misc]
         finally:

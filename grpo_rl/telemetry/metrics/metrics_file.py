@@ -25,6 +25,8 @@ Records = Sequence[Metrics]
 JsonObject = dict[str, Any]
 Say = Callable[[str], None]
 
+_logger = logging.getLogger(__name__)
+
 
 def jsonable(value: Any) -> Any:
     """Return what strict JSON can hold: NaN and infinities become strings, unknown objects their `str`."""
@@ -51,7 +53,7 @@ def dump_line(record: Mapping[str, Any]) -> str:
 class LineFile:
     """Appends from any thread. If the disk fails, lines wait in memory, and a warning says so."""
 
-    def __init__(self, path: Path, warn: Say = logging.warning) -> None:
+    def __init__(self, path: Path, warn: Say = _logger.warning) -> None:
         self.path = path
         self._warn = warn
         self._waiting: list[str] = []
@@ -106,7 +108,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     may be absent, cannot be read or has too many names."""
     by_step: dict[int, dict[str, float]] = {}
     for record in read_records(path):
-        numbers = ((key, finite_or_not(value)) for key, value in record.items())
+        numbers = ((key, number_from_text(value)) for key, value in record.items())
         by_step.setdefault(record["step"], {}).update((key, value) for key, value in numbers if is_number(value))
     if len({key for record in by_step.values() for key in record}) > MOST_NAMES:
         raise DataError(f"{path}: has more than {MOST_NAMES:,} metrics, which no run has")
@@ -120,7 +122,7 @@ def read_records(path: Path) -> list[JsonObject]:
     return [record for _, record in read_lines(path) if record is not None and is_count(record.get("step"))]
 
 
-def finite_or_not(value: Any) -> Any:
+def number_from_text(value: Any) -> Any:
     """Return the number for the text that stands for it in JSON, any other value as it is."""
     return NON_FINITE.get(value, value) if isinstance(value, str) else value
 

@@ -43,6 +43,9 @@ _EQUAL = {
 }
 
 
+_logger = logging.getLogger(__name__)
+
+
 class Sinks:
     """All destinations of a run. `log` takes milliseconds whatever a tracking server does."""
 
@@ -51,8 +54,8 @@ class Sinks:
         run_dir: RunDir,
         trainer: TrainerConfig,
         resolved_config: Mapping[str, Any],
-        warn: Say = logging.warning,
-        say: Say = logging.info,
+        warn: Say = _logger.warning,
+        say: Say = _logger.info,
     ) -> None:
         self._table_rows = trainer.log_val_generations
         self._run_dir = run_dir
@@ -120,7 +123,7 @@ class Background:
         name: str,
         connect: Callable[[], Tracker],
         warn: Say,
-        say: Say = logging.info,
+        say: Say = _logger.info,
         size: int = QUEUE_SIZE,
     ) -> None:
         self.name = name
@@ -344,12 +347,13 @@ def tracker_metrics(step: int, metrics: Metrics) -> dict[str, float]:
     """Return the metrics under the trackers' names.
 
     - `reward/mean`, `max`, `min` -> `critic/score/...`, and `critic/rewards/...`, in verl the score less the
-    KL penalty, if the reward has no such penalty; - `val/SOURCE/mean@n` -> `val-core/SOURCE/acc/mean@n`,
-    `best@n` and `maj@n` -> `.../best@n/mean`, `.../maj@n/mean`; - the rest of a source's validation ->
-    `val-aux/SOURCE/...`; losses on rows stay `val/loss` and so on.
+      KL penalty, if the reward has no such penalty;
+    - `val/SOURCE/mean@n` -> `val-core/SOURCE/acc/mean@n`, `best@n` and `maj@n` -> `.../best@n/mean`,
+      `.../maj@n/mean`;
+    - the rest of a source's validation -> `val-aux/SOURCE/...`; losses on rows stay `val/loss` and so on.
     """
     # Every source has a mean response length. One source's name may begin another's.
-    sources = [match[1] for match in map(re.compile("(?s)val/(.*)/response_length").fullmatch, metrics) if match]
+    sources = [match[1] for match in map(re.compile("(?s)val/(.+)/response_length").fullmatch, metrics) if match]
     of_source = re.compile(f"(?s)val/({'|'.join(map(re.escape, sorted(sources, key=len, reverse=True)))})/(.*)")
     named: dict[str, float] = {STEP: float(step)}
     for name, value in metrics.items():

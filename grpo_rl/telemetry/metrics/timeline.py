@@ -16,6 +16,7 @@ from grpo_rl.telemetry.metrics.metrics_file import LineFile, Say, dump_line, is_
 
 Role = Literal["rollout", "reward", "actor", "reference", "critic", "weights", "engines", "controller", "wait", "step"]
 """`wait`: the side in `what` waits; `step`: a whole step; `engines`: one joins, leaves or is replaced."""
+_logger = logging.getLogger(__name__)
 CLOSED_GAP_S = 0.02  # such close intervals of one activity become one: rewards end by the thousand
 
 
@@ -33,7 +34,7 @@ class Timeline:
     """Records intervals from any thread; `write` appends them to a file. Without a path they are dropped.
     Seconds count from a run's first start, without the pauses before a resume."""
 
-    def __init__(self, path: Path | None = None, warn: Say = logging.warning) -> None:
+    def __init__(self, path: Path | None = None, warn: Say = _logger.warning) -> None:
         self._file = None if path is None else LineFile(path, warn)
         self.step = 0  # of intervals that are recorded without one
         self._origin = time.perf_counter()

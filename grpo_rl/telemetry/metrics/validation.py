@@ -23,11 +23,14 @@ LOSSES = {
 
 def validation_keys(metrics: Metrics) -> list[str]:
     """Return the keys `val/<source>/mean@N`; a source may contain slashes."""
-    places = {key: key.rsplit("/", 1)[0] for key in metrics if key.startswith("val/") and "/mean@" in key[key.rfind("/") :]}
+    places = {
+        key: key.rsplit("/", 1)[0] for key in metrics if key.startswith("val/") and key.rpartition("/")[2].startswith("mean@")
+    }
+    all_places = set(places.values())
     return [
         key
         for key, place in places.items()
-        if place.rsplit("/", 1)[0] not in places.values() or f"{place}/response_length" in metrics
+        if place.rsplit("/", 1)[0] not in all_places or f"{place}/response_length" in metrics
     ]
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from grpo_rl.errors import DataError, is_panic
 from grpo_rl.run_files import read_bytes, write_whole
-from grpo_rl.telemetry.metrics.metrics_file import JsonObject, finite_or_not, jsonable
+from grpo_rl.telemetry.metrics.metrics_file import JsonObject, jsonable, number_from_text
 from grpo_rl.telemetry.metrics.validation import logged_value
 from grpo_rl.telemetry.rollout_log import prompt_key, read_rollouts, step_files
 
@@ -216,7 +216,7 @@ def _of_hub(name: str) -> Path | None:
 
 def rounded(value: Any, digits: int = 6) -> Any:
     """Return a number with so many significant digits, None if it is not finite."""
-    value = finite_or_not(value)
+    value = number_from_text(value)
     if not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(f"{value:.{digits}g}") if isinstance(value, float) else value
