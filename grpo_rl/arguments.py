@@ -63,10 +63,10 @@ def writing(what: str) -> Iterator[None]:
         raise ConfigError(f"{what}: cannot be written: {error.strerror or error}") from error
 
 
-def counted(text: str) -> int:
+def whole_number(text: str) -> int:
     value = int(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
     return value
 
 

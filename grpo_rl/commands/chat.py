@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_rl.arguments import Arguments, counted
+from grpo_rl.arguments import Arguments, whole_number
 from grpo_rl.commands.sampling_plan import EPISODES, NO_DATA, add_engine_options, option_keys, sampling_plan, settings_of_run
 from grpo_rl.commands.targets import find_target, model_folder
 from grpo_rl.control_words import unmarked
@@ -175,8 +175,10 @@ def _parser() -> Arguments:
         "grpo-rl chat runs/grpo_rl/my_run@40 --temperature 0.7\n  echo '918+9=' | grpo-rl chat builtin:arithmetic --engine hf",
     )
     parser.add_argument("target", metavar="RUN[@step]|MODEL", help="a run, RUN@40, RUN@start, a model's folder, builtin:NAME")
-    parser.add_argument("--max-tokens", type=counted, default=512, metavar="N", help="longest answer in tokens (512)")
-    parser.add_argument("--context", type=counted, default=8192, metavar="N", help="tokens of conversation and answer (8192)")
+    parser.add_argument("--max-tokens", type=whole_number, default=512, metavar="N", help="longest answer in tokens (512)")
+    parser.add_argument(
+        "--context", type=whole_number, default=8192, metavar="N", help="tokens of conversation and answer (8192)"
+    )
     parser.add_argument("--system", metavar="TEXT", help="system prompt (as the run has it)")
     add_engine_options(parser)
     parser.set_defaults(n=1, top_k=-1, limit=None)

@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Sequence
 
-from grpo_rl.arguments import Arguments, counted
+from grpo_rl.arguments import Arguments, whole_number
 from grpo_rl.errors import ConfigError
 from grpo_rl.run_files import append_lines
 from grpo_rl.telemetry.rundir import RunDir, find_run
@@ -27,8 +27,10 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("run", metavar="RUN", help="folder or name of a run")
     either = parser.add_mutually_exclusive_group()
-    either.add_argument("--add", type=counted, metavar="N", help="let N engines join")
-    either.add_argument("--remove", type=counted, metavar="N", help="let N engines leave; others go on with their requests")
+    either.add_argument("--add", type=whole_number, metavar="N", help="let N engines join")
+    either.add_argument(
+        "--remove", type=whole_number, metavar="N", help="let N engines leave; others go on with their requests"
+    )
     options = parser.read(argv)
     run = find_run(options.run)
     status = read_status(run)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from grpo_rl.arguments import Arguments, counted, not_negative, writing
+from grpo_rl.arguments import Arguments, not_negative, whole_number, writing
 from grpo_rl.commands.targets import Target, add_trust_option, refuse_settings
 from grpo_rl.config import relative_paths
 from grpo_rl.config.compose import Composed, compose
@@ -54,11 +54,11 @@ ALONE_MEMORY_SHARE = 0.85  # GPU: of the memory, for an engine alone on its devi
 
 def add_sampling_options(parser: Arguments, *, n: int) -> None:
     parser.add_argument("--data", action="append", metavar="FILE", help="prompts, as data.val_files takes them")
-    parser.add_argument("-n", type=counted, default=n, help=f"responses to each prompt ({n})")
+    parser.add_argument("-n", type=whole_number, default=n, help=f"responses to each prompt ({n})")
     parser.add_argument("--top-k", type=int, default=-1, help="sample from so many tokens; -1 takes all")
-    parser.add_argument("--limit", type=counted, help="only the first rows of the data")
+    parser.add_argument("--limit", type=whole_number, help="only the first rows of the data")
     parser.add_argument("--settings-of", metavar="RUN", help="the run whose data columns, templates and reward are taken")
-    parser.add_argument("--max-tokens", type=counted, help="longest response in tokens (as the run has it, else 512)")
+    parser.add_argument("--max-tokens", type=whole_number, help="longest response in tokens (as the run has it, else 512)")
     add_engine_options(parser)
 
 

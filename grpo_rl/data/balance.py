@@ -138,22 +138,22 @@ def cut_shards(
         if units is None:
             in_order = [[index] for group in in_order for index in _by_length(group, lengths)]
         sizes = [len(unit) for unit in in_order]
-        behind = sizes
+        following_sizes = sizes  # of units that follow one with the same prompt in their micro-batch
         if max_rollouts is None:
-            bare = [sum(lengths[i] - prompts.lengths_N[i] for i in unit) for unit in in_order]
-            sizes = [size + prompts.lengths_N[unit[0]] for size, unit in zip(bare, in_order, strict=True)]
-            group_N = [prompts.group_N[unit[0]] for unit in in_order]
-            behind = [
-                own if group == before else size
-                for own, size, group, before in zip(bare, sizes, group_N, [None, *group_N], strict=False)
-            ]
+            following_sizes = [sum(lengths[i] - prompts.lengths_N[i] for i in unit) for unit in in_order]
+            sizes = [size + prompts.lengths_N[unit[0]] for size, unit in zip(following_sizes, in_order, strict=True)]
+            previous_group = None
+            for position, unit in enumerate(in_order):
+                if prompts.group_N[unit[0]] != previous_group:
+                    following_sizes[position] = sizes[position]
+                previous_group = prompts.group_N[unit[0]]
         if max(sizes, default=0) > limit:
             what = "tokens" if max_rollouts is None else "rollouts"
             raise ValueError(f"{max(sizes)} {what} that stay together do not fit into a micro-batch of {limit}")
-        runs = _greedy_cut(sizes, behind, limit)
+        runs = _greedy_cut(sizes, following_sizes, limit)
         if max_rollouts is None and len(runs) > 1:
-            share = -(-sum(behind) // len(runs)) + max(sizes) // 2
-            even = _greedy_cut(sizes, behind, max(max(sizes), min(limit, share)))
+            share = -(-sum(following_sizes) // len(runs)) + max(sizes) // 2
+            even = _greedy_cut(sizes, following_sizes, max(max(sizes), min(limit, share)))
             runs = even if len(even) == len(runs) else runs
         cut.append([[index for position in run for index in in_order[position]] for run in runs])
     passes = max(1, *map(len, cut))
@@ -177,11 +177,11 @@ def _by_length(unit: Sequence[int], lengths: Sequence[int]) -> list[int]:
     return sorted(unit, key=lambda index: -lengths[index])
 
 
-def _greedy_cut(sizes: Sequence[int], behind: Sequence[int], limit: int) -> Parts:
-    """Runs of positions; sizes are smaller `behind` the position before."""
+def _greedy_cut(sizes: Sequence[int], following_sizes: Sequence[int], limit: int) -> Parts:
+    """Runs of positions. The first of a run has its size of `sizes`, others that of `following_sizes`."""
     runs: Parts = []
     filled = limit + 1
-    for position, (size, added) in enumerate(zip(sizes, behind, strict=True)):
+    for position, (size, added) in enumerate(zip(sizes, following_sizes, strict=True)):
         if filled + added > limit:
             runs.append([])
             filled, added = 0, size

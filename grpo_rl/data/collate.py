@@ -71,11 +71,11 @@ def _trained_columns(rollouts: Sequence[Rollout], prompt_lengths_N: Tensor, resp
     if all(rollout.episode is None for rollout in rollouts):
         return {}
     begins_N = (prompt_lengths_N + response_lengths_N).cumsum(0) - response_lengths_N
-    positions = [begin + _sampled(rollout) for begin, rollout in zip(begins_N.tolist(), rollouts, strict=True)]
+    positions = [begin + _sampled_positions(rollout) for begin, rollout in zip(begins_N.tolist(), rollouts, strict=True)]
     return {"positions_T": torch.from_numpy(np.concatenate(positions)), "trained_lengths_N": _column(map(len, positions))}
 
 
-def _sampled(rollout: Rollout) -> np.ndarray:
+def _sampled_positions(rollout: Rollout) -> np.ndarray:
     """int64: places in the response, ascending."""
     return np.concatenate([np.arange(0), *(np.arange(start, start + length) for start, length in rollout.spans)])
 
@@ -130,7 +130,7 @@ def _step_columns(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 def _trained_ends(rollout: Rollout) -> list[int]:
     """Indices among the tokens that were sampled."""
-    ends, sampled = [end for end, _ in rollout.steps or ()], _sampled(rollout)
+    ends, sampled = [end for end, _ in rollout.steps or ()], _sampled_positions(rollout)
     if not np.isin(ends, sampled).all():
         wrong = np.setdiff1d(ends, sampled)[0]
         raise ValueError(f"rollout {_name(rollout)} has a step that ends at token {wrong}, which was not sampled")

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from grpo_rl.arguments import Arguments, counted, writing
+from grpo_rl.arguments import Arguments, whole_number, writing
 from grpo_rl.config.convert import show
 from grpo_rl.data.rows import Row
 from grpo_rl.data.sources.locate import open_source
@@ -111,6 +111,6 @@ def _parser() -> Arguments:
     parser.add_argument("--to", required=True, metavar="FOLDER", help="where SPLIT.parquet or SPLIT.jsonl is written")
     parser.add_argument("--split", default="train", help="name of the file, and of the split in extra_info (train)")
     parser.add_argument("--type", choices=("jsonl", "parquet"), default="parquet", help="kind of file (parquet)")
-    parser.add_argument("--limit", type=counted, metavar="N", help="the first N rows only")
+    parser.add_argument("--limit", type=whole_number, metavar="N", help="the first N rows only")
     parser.add_argument("--overwrite", action="store_true", help="replace a file that is there")
     return parser

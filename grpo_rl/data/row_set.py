@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
@@ -51,9 +52,9 @@ class BadRows:
         if self.action == "error" and len(messages) == 1:
             raise DataError(messages[0])
         self._write(messages)
-        rest = [f"and {len(messages) - LISTED} more"] * (len(messages) > LISTED) + [f"see {self.file}"] * (
-            self.file is not None
-        )
+        rest = [f"and {len(messages) - LISTED} more"] if len(messages) > LISTED else []
+        if self.file is not None:
+            rest.append(f"see {self.file}")
         # The first line has one of them: it may be all that is shown.
         title = f"{len(messages)} bad row{'s' * (len(messages) > 1)} of the {num_checked} checked: "
         text = "\n  ".join(filter(None, [title + messages[0], *messages[1:LISTED], ", ".join(rest)]))
@@ -153,7 +154,7 @@ class RowSet(ABC, Generic[Tokenized]):
         self.report = RowReport(total)
         self.fingerprint: Fingerprint = fingerprint_of(parts)
         self._rows: range | np.ndarray = range(total)
-        self._kept: dict[int, Tokenized] = {}
+        self._kept: OrderedDict[int, Tokenized] = OrderedDict()
 
     def _tokenized(self, row: Row) -> Tokenized:
         raise NotImplementedError
@@ -188,6 +189,7 @@ class RowSet(ABC, Generic[Tokenized]):
         """Raises DataError for a row that cannot be used."""
         index = int(self._rows[row])
         if index in self._kept:
+            self._kept.move_to_end(index)
             return self._kept[index]
         [(_, tokenized)] = self._tokenized_all([index])
         return self._keep(index, tokenized)
@@ -250,7 +252,7 @@ class RowSet(ABC, Generic[Tokenized]):
         with at(self._source.where(index)):
             self._kept[index] = row = self._usable(tokenized)
         if len(self._kept) > self.kept_rows:
-            del self._kept[next(iter(self._kept))]
+            self._kept.popitem(last=False)
         return row
 
     def _usable(self, row: Tokenized) -> Tokenized:

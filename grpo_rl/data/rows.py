@@ -53,8 +53,8 @@ def example(row: Row, config: DataConfig) -> Example:
     keys = {"data.prompt_key": config.prompt_key, "data.ground_truth_key": config.ground_truth_key}
     if config.data_source is None:
         keys["data.reward_fn_key"] = config.reward_fn_key
-    firsts = {key: name.split(".")[0] for key, name in keys.items()}
-    if missing := {key: first for key, first in firsts.items() if first not in row and keys[key] not in row}:
+    top_level_columns = {key: name.split(".")[0] for key, name in keys.items()}
+    if missing := {key: column for key, column in top_level_columns.items() if column not in row and keys[key] not in row}:
         raise _missing_columns(row, missing, keys.values())
     data_source: Any = config.data_source or column(row, config.reward_fn_key)
     if not isinstance(data_source, str) or not data_source:

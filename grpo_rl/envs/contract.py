@@ -111,8 +111,8 @@ class Tool(Protocol):
     async def close(self) -> None: ...
 
 
-async def result_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """One that is no coroutine runs in a thread."""
+async def result_of(function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
+    """Await the function's result; a function that is not async runs in a thread."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments, **options)
     result = await asyncio.to_thread(function, *arguments, **options)

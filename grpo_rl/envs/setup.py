@@ -61,7 +61,8 @@ class EpisodeSetup:
     @property
     def roles(self) -> tuple[str, ...]:
         """Of messages between assistant turns."""
-        return ("tool",) * bool(self.schemas) + ("user",) * (self.host.environment is not None)
+        tool = ("tool",) if self.schemas else ()
+        return tool if self.host.environment is None else (*tool, "user")
 
     def deltas(self, tokenizer: Any, stop_ids: frozenset[int]) -> ChatDeltas:
         return ChatDeltas(Renderer(self.data(tokenizer), tokenizer), tokenizer, stop_ids)

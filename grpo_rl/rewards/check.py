@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from grpo_rl.arguments import Arguments, counted
+from grpo_rl.arguments import Arguments, whole_number
 from grpo_rl.config.compose import compose
 from grpo_rl.config.schema.tree import DataConfig, RewardConfig
 from grpo_rl.data.rows import at, column, wrong
@@ -266,14 +266,16 @@ def show(tried: Sequence[TriedRow], strange: Sequence[TriedRow], unmade: int, co
         f"time per call: p50 {median:.3f} ms, p99 {p99:.3f} ms, max {maximum:.3f} ms; "
         f"the first one {1000 * tried[0].seconds:.1f} ms"
     )
-    failures = [f"  row {row.place}: {_said(outcome)}" for row, _, outcome in tried if isinstance(outcome, RewardFailure)]
+    failures = [
+        f"  row {row.place}: {_failure_text(outcome)}" for row, _, outcome in tried if isinstance(outcome, RewardFailure)
+    ]
     console.print(f"{len(tried)} rows, {len(failures)} failed")
     if len(failures) > SHOWN_FAILURES:
         failures[SHOWN_FAILURES:] = [f"  and {len(failures) - SHOWN_FAILURES} more"]
     earned = []
     for name, tried_row in zip(STRANGE, strange, strict=False):
         if isinstance(tried_row.outcome, RewardFailure):
-            failures.append(f"a response that is {name} failed: {_said(tried_row.outcome)}")
+            failures.append(f"a response that is {name} failed: {_failure_text(tried_row.outcome)}")
         else:
             earned.append(f"{name} {tried_row.outcome.score:g}")
     for failure in failures:
@@ -282,7 +284,7 @@ def show(tried: Sequence[TriedRow], strange: Sequence[TriedRow], unmade: int, co
         console.print(f"strange responses to the first row: {', '.join(earned)}")
 
 
-def _said(failure: RewardFailure) -> str:
+def _failure_text(failure: RewardFailure) -> str:
     return f"{failure.kind}: {_printable(failure.cause)}"
 
 
@@ -303,7 +305,7 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
         help="my_reward.py, my_reward.py:name, package.module:name, a registered name (as the recipe has it)",
     )
     parser.add_argument("--data", help="a file, a folder, task:NAME (as the recipe has it: data.train_files)")
-    parser.add_argument("--rows", type=counted, default=100, help="how many rows, from the first (default: 100)")
+    parser.add_argument("--rows", type=whole_number, default=100, help="how many rows, from the first (default: 100)")
     parser.add_argument(
         "--column", help="the column with the responses (default: response, a demonstration, or made from the gold)"
     )

@@ -89,15 +89,16 @@ def message_of(outcome: Outcome) -> dict[str, Any]:
 
 def outcome_of(message: Any, kinds: tuple[str, str, str]) -> Outcome:
     """Check a message again: a user's function or parser may have written it. `kinds`: timeout, error, invalid."""
+    _, _, invalid = kinds
     try:
         if message.get("failure") in kinds:
             return RewardFailure(message["failure"], str(message.get("cause")))
         values = {outside(str(name)): number_of(number, str(name)) for name, number in message["values"].items()}
         return RewardResult(number_of(message["score"], "score"), values, message.get("steps"))
     except RewardFailure as failure:
-        return RewardFailure(kinds[2], failure.cause)
+        return RewardFailure(invalid, failure.cause)
     except (LookupError, AttributeError, TypeError):
-        return RewardFailure(kinds[2], "the process answered something else")
+        return RewardFailure(invalid, "the process answered something else")
 
 
 def read_result(value: Any) -> RewardResult:

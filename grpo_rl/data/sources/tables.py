@@ -46,11 +46,11 @@ def open_table(name: str, path: Path, num_rows: int | None = None) -> Table:
     A row group of parquet, up to a million rows, and a compressed batch of Arrow can only be read whole.
     The file is therefore copied once into an Arrow file without a name in the system's temporary folder.
     """
+    copy = None if num_rows is not None else tempfile.TemporaryFile()  # noqa: SIM115
     try:
         schema, batches = _batches(path, num_rows or READ_ROWS)
-        if num_rows is not None:
+        if copy is None:
             return Table(name, pyarrow.Table.from_batches(itertools.islice(batches, 1), schema))
-        copy = tempfile.TemporaryFile()  # noqa: SIM115
         with pyarrow.ipc.new_stream(copy, schema) as writer:
             for batch in batches:
                 writer.write_batch(batch)

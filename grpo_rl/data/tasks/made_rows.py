@@ -62,7 +62,8 @@ def typed_options(what: str, function: Callable[..., Any], texts: Mapping[str, s
 
 
 def _value(what: str, text: str, kind: Any) -> Any:
-    choices = {"true": True, "false": False} if kind is bool else {choice: choice for choice in typing.get_args(kind)}
+    literals = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
+    choices = {"true": True, "false": False} if kind is bool else {choice: choice for choice in literals}
     if choices and text not in choices:
         raise ConfigError(f"{what}={text} must be one of {', '.join(choices)}")
     if choices:

@@ -95,7 +95,8 @@ def _of_messages(prompt: Any, sides: list[Any], keys: Sequence[str], prompt_key:
     """Answers are one message from the assistant, or a conversation that ends with it."""
     for key, side in zip(keys, sides, strict=True):
         expect(side, list, key, "a list of {role, content} messages, as the other side has")
-    start = messages_of(prompt, prompt_key) if isinstance(prompt, list) else []
+    start = prompt_of(prompt, prompt_key) if isinstance(prompt, list) else []
+    assert isinstance(start, list)
     # A conversation may be given whole although its prompt has a column.
     conversations = [messages_of(side, key) for key, side in zip(keys, sides, strict=True)]
     chosen, rejected = (side[len(start) :] if side[: len(start)] == start else side for side in conversations)

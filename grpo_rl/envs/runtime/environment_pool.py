@@ -40,10 +40,10 @@ class EnvironmentProcess:
     """What it sends is put into `inbox` as (process, message), with None for its end."""
 
     def __init__(
-        self, number: int, setup: dict[str, Any], log: OutputLog, inbox: queue.SimpleQueue[Any], *, is_second: bool
+        self, number: int, setup: dict[str, Any], log: OutputLog, inbox: queue.SimpleQueue[Any], *, is_retry: bool
     ) -> None:
-        """`is_second` if the one before it ended before it was ready."""
-        self.number, self.is_second = number, is_second
+        """`is_retry` if the one before it ended before it was ready."""
+        self.number, self.is_retry = number, is_retry
         self.episodes: set[str] = set()
         self.is_ready = False
         self.child = Child("grpo_rl.envs.runtime.episode_host", setup, log)
@@ -109,8 +109,9 @@ class EnvironmentPool:
         self._logs = [OutputLog(path) for path in logs] or [OutputLog() for _ in range(num_workers)]
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue() if inbox is None else inbox
         self._serials = itertools.count()
-        self._asked: dict[str, _Asked] = {}
-        """The work on each episode, and the start of each process that is not ready, under its number."""
+        self._asked: dict[str | int | EnvironmentProcess, _Asked] = {}
+        """By the name of an episode the work whose answer it waits for, by its serial number each closing of one (the name may be begun
+        again before that has ended), and the start of each process that is not ready."""
         self._waiting: deque[tuple[str, dict[str, Any]]] = deque()
         """Episodes for which there is no room yet."""
         self._closed = False
@@ -139,6 +140,7 @@ class EnvironmentPool:
         self._waiting = deque(entry for entry in self._waiting if entry[0] != episode)
         if (process := self._process_of(episode)) is not None:
             process.episodes.discard(episode)
+            self._asked.pop(episode, None)
             self._ask(process, episode, "close", None)
             self._admit()
 
@@ -172,15 +174,15 @@ class EnvironmentPool:
     def _process_of(self, episode: str) -> EnvironmentProcess | None:
         return next((process for process in [*self._processes, *self._retired] if episode in process.episodes), None)
 
-    def _start(self, number: int, *, is_second: bool = False) -> EnvironmentProcess:
-        process = EnvironmentProcess(number, self._message, self._logs[number], self._inbox, is_second=is_second)
-        self._note(str(number), process, "start", START_S)
+    def _start(self, number: int, *, is_retry: bool = False) -> EnvironmentProcess:
+        process = EnvironmentProcess(number, self._message, self._logs[number], self._inbox, is_retry=is_retry)
+        self._note(process, process, "start", START_S)
         return process
 
-    def _note(self, name: str, process: EnvironmentProcess, op: Op, limit_s: float) -> int:
-        """Note a piece of work in place of an earlier one; return its serial number."""
+    def _note(self, name: str | EnvironmentProcess, process: EnvironmentProcess, op: Op, limit_s: float) -> int:
+        """Note a piece of work; return its serial number."""
         serial, start_time = next(self._serials), time.monotonic()
-        self._asked[name] = _Asked(serial, process, op, start_time, start_time + limit_s)
+        self._asked[serial if op == "close" else name] = _Asked(serial, process, op, start_time, start_time + limit_s)
         return serial
 
     def _admit(self) -> None:
@@ -206,39 +208,40 @@ class EnvironmentPool:
             self._forget_work(process)
             self._admit()
             return []
-        episode, work = message["id"], self._asked.get(message["id"])
+        key = message["serial"] if message["serial"] in self._asked else message["id"]
+        work = self._asked.get(key)
         if work is None or work.serial != message["serial"]:
             return []
         if "heard" in message:
             work.heard, work.deadline = True, time.monotonic() + self.step_timeout_s
             return []
-        del self._asked[episode]
+        del self._asked[key]
         if "stuck" in message:
             self._retire(process)
         elif work.op == "close":
             self._end_empty()
         if work.op == "close":
             return []
-        seconds = time.monotonic() - work.began
+        episode, seconds = message["id"], time.monotonic() - work.began
         if "failed" in message:
             return [Event(episode, "failed", cause=message["failed"], seconds=seconds)]
         return [Event(episode, "answered", message["answer"], seconds=seconds)]
 
     def _forget_work(self, process: EnvironmentProcess) -> None:
-        self._asked = {name: work for name, work in self._asked.items() if work.process is not process}
+        self._asked = {key: work for key, work in self._asked.items() if work.process is not process}
 
     def _past_deadlines(self) -> list[Event]:
         """A process that does not close an episode in time gets no other, or is killed."""
         events: list[Event] = []
         current_time = time.monotonic()
-        for episode, late in [(name, work) for name, work in self._asked.items() if work.deadline <= current_time]:
+        for key, late in [(key, work) for key, work in self._asked.items() if work.deadline <= current_time]:
             if late.op == "start":
                 late.process.child.kill()
                 raise ClusterError(f"an environment process did not start within {START_S:g} s; {late.process.obituary()}")
-            del self._asked[episode]
+            del self._asked[key]
             if late.op != "close":
                 cause = f"no answer within step_timeout_s={self.step_timeout_s:g}"
-                events.append(Event(episode, "timeout", cause=cause, seconds=current_time - late.began))
+                events.append(Event(str(key), "timeout", cause=cause, seconds=current_time - late.began))
             elif late.heard:
                 self._retire(late.process)
             else:
@@ -266,8 +269,8 @@ class EnvironmentPool:
         if process in self._retired:
             self._retired.remove(process)
         if process in self._processes:
-            if process.is_second and not process.is_ready:
+            if process.is_retry and not process.is_ready:
                 raise ClusterError(f"an environment process cannot start: {cause}")
-            fresh = self._start(process.number, is_second=not process.is_ready)
+            fresh = self._start(process.number, is_retry=not process.is_ready)
             self._processes[self._processes.index(process)] = fresh
         return [Event(episode, "lost", cause=cause) for episode in sorted(process.episodes)]

@@ -60,10 +60,10 @@ def compare(gold: str, answer: str) -> bool | None:
         return None
     reading = readings(gold)[0]
     right = _read(reading.tokens)
-    return _any([not differ(reading, parsed) and _same(right, _read(parsed.tokens)) for parsed in readings(answer)])
+    return _combined([not differ(reading, parsed) and _same(right, _read(parsed.tokens)) for parsed in readings(answer)])
 
 
-def _any(verdicts: Sequence[bool | None]) -> bool | None:
+def _combined(verdicts: Sequence[bool | None]) -> bool | None:
     return True if True in verdicts else None if None in verdicts else False
 
 
@@ -276,7 +276,7 @@ def _same(first: MathAnswer, other: MathAnswer) -> bool | None:
     kinds = {first.kind, other.kind}
     if "either" in kinds:
         tries, other_tries = (it.parts if it.kind == "either" else (it,) for it in (first, other))
-        return _any([_same(a, b) for a in tries for b in other_tries])
+        return _combined([_same(a, b) for a in tries for b in other_tries])
     if "equation" in kinds and not kinds <= {"equation", "solution", "unreadable"}:
         return False
     if "equation" in kinds and any(first.value) and first.value in (other.value, tuple(-value for value in other.value)):
@@ -357,6 +357,6 @@ def _agree(first: tuple[Number, ...], second: tuple[Number, ...], tolerance: flo
 
 
 def _at_points(first: tuple[Number, ...], second: tuple[Number, ...]) -> list[tuple[Number, Number]]:
-    """The pairs of values; a single one is that at all points. None if one of the two has no value."""
+    """The pairs of values; a single one is that at all points. Empty if one of the two has no value."""
     size = max(len(first), len(second)) if first and second else 0
     return [(first[k % len(first)], second[k % len(second)]) for k in range(size)]

@@ -54,7 +54,7 @@ class Judge:
         self._headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         self._parser = parser_for(self.config.parser)
         self._client = httpx.AsyncClient(
-            base_url=str(self.config.base_url),
+            base_url=str(self.config.base_url).rstrip("/"),
             headers=self._headers | {"Content-Type": "application/json"},
             timeout=self.config.timeout_s,
             limits=httpx.Limits(max_connections=self.config.max_concurrency),
@@ -248,8 +248,10 @@ def begin(setup: dict[str, Any], parent: Parent) -> Callable[[Any], None]:
         parent.send({"number": number} | message_of(await judge.judge(sample)))
 
     def handle(message: dict[str, Any]) -> None:
-        shared = "share" in message
-        work = judge.allow(*message["share"]) if shared else answer(message["number"], Sample(*message["sample"]))
+        if "share" in message:
+            work = judge.allow(*message["share"])
+        else:
+            work = answer(message["number"], Sample(*message["sample"]))
         asyncio.run_coroutine_threadsafe(work, loop)
 
     return handle

@@ -61,7 +61,7 @@ def exact_match(
 LETTERS = "ABCDEFGHIJ"
 MAX_CHOICE = 1_000
 WRAPPING = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\b|[\s$*{}\"'`\\]")
-ALONE = re.compile(rf"[(\[]?([{LETTERS}])[)\]]?[.:,]?")
+ALONE = re.compile(r"[(\[]?([A-Z])[)\]]?[.:,]?")
 HEAD = re.compile(rf"[\s$*]*(?:\(([{LETTERS}])\)|\[([{LETTERS}])\]|([{LETTERS}])[).:])")
 """`B) four` and `(B) four`, but not the `A` of `A dog` or the `I` of `I think`."""
 
@@ -101,7 +101,8 @@ def _letter(answer: str, choices: list[str]) -> str | None:
         if plain.casefold() == choice.strip().casefold():
             return letter
     named = ALONE.fullmatch(WRAPPING.sub("", plain)) or HEAD.match(plain)
-    return named[named.lastindex or 0] if named else None
+    letter = named[named.lastindex or 0] if named else ""
+    return letter if letter and letter in LETTERS else None
 
 
 TAGS = (OPEN_THINK, CLOSE_THINK, OPEN_ANSWER, CLOSE_ANSWER)

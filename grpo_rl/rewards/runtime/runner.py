@@ -147,8 +147,8 @@ class RewardRunner(JobRunner):
         further = [spared(job, self._call) for job in batched_jobs]
         for rollout, job, *batched_outcomes in zip(rollouts, jobs, *further, strict=True):
             try:
-                reward = self._function.assemble(rollout, [*job.outcomes, *batched_outcomes])
-                rollout.reward, rollout.reward_parts, rollout.steps = reward
+                reward, parts, steps = self._function.assemble(rollout, [*job.outcomes, *batched_outcomes])
+                rollout.reward, rollout.reward_parts, rollout.steps = reward, parts, steps
                 rollout.failure = rollout.failure_cause = None
             except RewardFailure as failure:
                 fail(rollout, failure, self._config)

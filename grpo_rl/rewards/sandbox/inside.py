@@ -157,7 +157,7 @@ CLONE_FLAGS = 0x10000000 | 0x00020000 | 0x20000000 | 0x40000000 | 0x08000000 | 0
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 4096, 16384, 1 << 18, 2
 MOUNT_SETATTR = 442
-"""The system call has the same number on every architecture. Its attributes: those to set and to clear, propagation, user namespace."""
+"""The system call has the same number on every architecture."""
 AT_FDCWD, AT_RECURSIVE = -100, 0x8000
 NONCE_BYTES = 16
 HEAD = struct.Struct("<ci3I")
@@ -274,6 +274,7 @@ def _make_root(setup: dict[str, Any]) -> None:
     for source, target in setup["binds"]:
         os.makedirs(target, exist_ok=True)
         _mount(f"mount {source}", "/old" + source, target, None, MS_BIND | MS_REC)
+        # Those to set and to clear, propagation, user namespace.
         attributes = struct.pack("4Q", MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, 0)
         arguments = (ctypes.c_long(MOUNT_SETATTR), AT_FDCWD, os.fsencode(target), AT_RECURSIVE, attributes)
         call(f"make {target} read-only (needs Linux 5.12)", "syscall", *arguments, ctypes.c_size_t(len(attributes)))

@@ -76,7 +76,7 @@ class Case:
 @frozen
 class CaseOutcome:
     status: str
-    """ended; timed_out; too_much (was written)."""
+    """`ended`, `timed_out`, or `too_much`: it wrote more than is allowed."""
     exit_code: int = -1
     stdout: bytes = b""
     value: bytes = b""

@@ -82,7 +82,7 @@ def test_options_are_not_shortened_and_settings_may_stand_anywhere() -> None:
         (["eval", "builtin:arithmetic"], 2, "--data is missing"),
         (["eval", "builtin:arithmetic", "--data", "task:arithmetic", "--temperature", "0"], 2, "-n 1"),
         (["eval", "builtin:arithmetic", "--data", "nowhere.jsonl"], 2, "there is no file"),
-        (["eval", "builtin:arithmetic", "--data", "task:arithmetic", "-n", "0"], 2, "below 1"),
+        (["eval", "builtin:arithmetic", "--data", "task:arithmetic", "-n", "0"], 2, "must be at least 1"),
         (["generate", "builtin:arithmetic", "--output", "x.csv"], 2, ".jsonl or .parquet"),
         (["generate", "a", "b"], 2, "needs one model"),
         (["export", "builtin:arithmetic"], 2, "belongs to no run"),

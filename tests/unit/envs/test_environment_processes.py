@@ -107,6 +107,20 @@ def test_an_environment_that_hangs_costs_its_own_deadline_and_nothing_else(make,
         assert not Path(f"/proc/{before[0]}").exists()
 
 
+def test_a_name_that_begins_again_before_its_closing_has_ended_spares_no_process(make) -> None:
+    pool = make("Blocking", step_timeout_s=3.0, wait_s=0.0, slow="0", slow_s=300.0, turns=9)
+    begun(pool, "0")
+    before = pool.pids
+    pool.step("0", turn())
+    assert events(pool, 1)["0"].what == "timeout"
+    pool.end("0")
+    pool.begin("0", start("other"))
+    until = time.monotonic() + 120
+    while pool.pids == before and time.monotonic() < until:
+        pool.events(0.2)
+    assert pool.pids != before
+
+
 def test_a_process_whose_interpreter_is_held_is_killed_and_its_other_episodes_are_lost(make) -> None:
     pool = make("Holding", step_timeout_s=1.0, slow="bad")
     begun(pool, "bad", "good")

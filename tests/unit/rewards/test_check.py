@@ -154,7 +154,7 @@ def test_an_interrupt_ends_the_trial_and_its_process_and_shows_what_there_is(che
         ("math", ["--options", '{"boxd": 1}'], "has no option boxd"),
         ("math", ["--options", "{"], "--options is no JSON"),
         ("math", ["--options", "[]"], "must be a JSON object"),
-        ("math", ["--rows", "0"], "--rows: 0 is below 1"),
+        ("math", ["--rows", "0"], "--rows: 0 must be at least 1"),
         ("math", ["--timeout_s", "0"], "--timeout_s is 0; it must be above 0"),
         ("math", ["--column", "answer"], "there is no column 'answer'. The row has data_source"),
     ],

@@ -259,6 +259,7 @@ def test_a_choice_votes_by_its_place():
     assert multiple_choice("arc", "The answer is (C).", "C") == {"score": 1.0, "acc": 1.0, "answer": 2.0}
     assert multiple_choice("arc", "I take (C)", "C")["score"] == 0
     assert multiple_choice("arc", "B", "four", {"choices": ["three", "four"]})["score"] == 1
+    assert multiple_choice("chemistry", "K", "A", {"choices": ["K", "Na", "Ca"]})["score"] == 1
     with pytest.raises(ValueError, match="'Z' is none of the letters"):
         multiple_choice("arc", "B", "Z")
 
