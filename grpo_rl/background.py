@@ -1,4 +1,4 @@
-"""Daemon threads: a call beside others, as a commit or a save beside the training, and a look again and again."""
+"""Daemon threads: a call beside others, as a commit or a save beside the training, and periodic checks."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def in_background(name: str, call: Callable[[], Result]) -> Future[Result]:
 
 
 class Watch(threading.Thread):
-    """A daemon thread that runs from now on, and ends soon after `over` is set: made at the end of a subclass's `__init__`."""
+    """A daemon thread that ends soon after `stopping` is set. It starts in `__init__`, which a subclass calls last."""
 
-    ends_within_s: ClassVar[float] = 10.0
+    join_timeout_s: ClassVar[float] = 10.0
 
     def __init__(self, name: str) -> None:
         super().__init__(name=name, daemon=True)
-        self.over = threading.Event()
+        self.stopping = threading.Event()
         self.start()
 
     def close(self) -> None:
-        self.over.set()
-        self.join(self.ends_within_s)
+        self.stopping.set()
+        self.join(self.join_timeout_s)
 
 
 def has_ended(future: Future[Any], wait_s: float) -> bool:

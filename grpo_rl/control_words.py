@@ -84,8 +84,9 @@ class ControlWords:
     def ids(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         return list(self.encode(text, add_special_tokens=add_special_tokens)["input_ids"])
 
-    def tokenizer_of(self, marked: Any) -> Any:
-        return self._of_marked if MARK in str(marked) else self.tokenizer
+    def tokenizer_of(self, texts: str | Sequence[str]) -> Any:
+        has_marks = MARK in texts if isinstance(texts, str) else any(MARK in text for text in texts)
+        return self._of_marked if has_marks else self.tokenizer
 
     @cached_property
     def _of_marked(self) -> Any:

@@ -85,7 +85,7 @@ class Run:
         import pandas
 
         records = read_metrics(self.path / "metrics.jsonl")
-        known = _known(names, records, "step")
+        known = _checked_metrics(names, records, "step")
         rows = [{key: record.get(key) for key in (names or known)} for record in records]
         index = pandas.Index([int(record["step"]) for record in records], name="step")
         frame: DataFrame = pandas.DataFrame(rows, index=index, columns=list(names or known))
@@ -156,7 +156,7 @@ class Run:
         from grpo_rl.telemetry.report import curves_figure
 
         records = read_metrics(self.path / "metrics.jsonl")
-        _known(names, records, "step", "time")
+        _checked_metrics(names, records, "step", "time")
         return curves_figure(self.name, records, names)
 
     def _rollouts_folder(self, val: bool) -> Path:
@@ -168,9 +168,9 @@ class Run:
         return f"{self.state}, step {status['step']}{total}" if "step" in status else self.state
 
 
-def _known(names: Iterable[str], records: Iterable[Mapping[str, Any]], *others: str) -> list[str]:
-    """Return the metrics of the records, without `others`. Raises DataError for one of `names` that is none of them."""
-    known = list(dict.fromkeys(key for record in records for key in record if key not in others))
+def _checked_metrics(names: Iterable[str], records: Iterable[Mapping[str, Any]], *excluded: str) -> list[str]:
+    """Return the metrics of the records, without `excluded`. Raises DataError for one of `names` that is none of them."""
+    known = list(dict.fromkeys(key for record in records for key in record if key not in excluded))
     for name in names:
         if name not in known:
             ending = f" and {len(known) - 12} more" if len(known) > 12 else ""

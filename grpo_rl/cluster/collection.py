@@ -20,14 +20,14 @@ import hashlib
 import json
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from grpo_rl.checkpoint.files import flush
+from grpo_rl.checkpoint.files import flush, rename, write_file
 from grpo_rl.cluster.inputs import read_inputs
 from grpo_rl.cluster.run_session import RunSession
 from grpo_rl.config.schema.tree import Config, RejectionConfig
@@ -37,7 +37,6 @@ from grpo_rl.errors import DataError
 from grpo_rl.faults import fault_point
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.protocols import Rewarder, RolloutPool
-from grpo_rl.run_files import write_whole
 from grpo_rl.telemetry.metrics.metrics_file import dump_line, jsonable
 from grpo_rl.telemetry.rollout_log import record_of
 from grpo_rl.telemetry.terminal.console import Console
@@ -119,15 +118,19 @@ class Collection:
 
     def begin(self) -> None:
         (self.folder / PARTS).mkdir(parents=True, exist_ok=True)
-        self._write(SETTINGS, self._settings)
+        self._write(SETTINGS, [self._settings])
 
     def part(self, number: int) -> dict[str, Any] | None:
         path = self.folder / PARTS / f"{number}.json"
         return json.loads(path.read_text()) if path.is_file() else None
 
-    def _write(self, name: str, content: str) -> None:
+    def _write(self, name: str, lines: Iterable[str]) -> None:
+        """Write a file line by line: the rows of a large collection do not fit into memory."""
         path = self.folder / name
-        write_whole(path, content, durable=True)
+        temporary = path.with_name(f".{path.name}")
+        temporary.unlink(missing_ok=True)
+        write_file(temporary, (line.encode() for line in lines))
+        rename(temporary, path)
         flush(path.parent)
 
     def run(self, rollout: RolloutPool, rewarder: Rewarder, console: Console, phase: Callable[[str], None]) -> None:
@@ -143,7 +146,7 @@ class Collection:
                 rollouts = rollout.generate(prompts, n, sampling, advancing(bar, rewarder.submit))
                 phase("reward")
                 rollouts = scored(rewarder, rollouts, console.warn)
-                self._write(f"{PARTS}/{number}.json", json.dumps(jsonable(self._part(rollouts))))
+                self._write(f"{PARTS}/{number}.json", [json.dumps(jsonable(self._part(rollouts)))])
         phase("save")
         rejection = self.config.algorithm.rejection
         chosen = Kept(RejectionConfig(min_reward=rejection.min_reward) if self.pairs else rejection)
@@ -157,8 +160,8 @@ class Collection:
                     counts[name] += count
                 yield from (dump_line(row) for row in part["rows"] if chosen.takes(row))
 
-        self._write(TRAIN, "".join(rows()))
-        self._write(SUMMARY, json.dumps(self._metrics(counts, chosen)))
+        self._write(TRAIN, rows())
+        self._write(SUMMARY, [json.dumps(self._metrics(counts, chosen))])
         shutil.rmtree(self.folder / PARTS)
 
     def _part(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpo_rl.cluster import warm_start
 from grpo_rl.cluster.roles.function_host import EnvironmentSpec, FunctionSpec, ScorerSpec
-from grpo_rl.cluster.roles.reward_model_role import RewardModelRole, prepared
+from grpo_rl.cluster.roles.reward_model_role import RewardModelRole, prepare_reward_model
 from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.data.draw_order import make_row_order
 from grpo_rl.data.row_set import BadRows, RowSet, TrainingRows, TrainingSet
@@ -57,7 +57,7 @@ class Inputs:
     """The rows that are trained on as they stand; None if the trained responses are sampled."""
     reward: RewardFunction | None
     audit: RewardFunction | None
-    model: Callable[[WorkerGroup], RewardModelRole] | None
+    make_reward_model: Callable[[WorkerGroup], RewardModelRole] | None
     """Makes the role of the reward model, if the plan has it, over its processes."""
     episodes: EpisodeSetup | None = None
 
@@ -70,7 +70,10 @@ class Inputs:
         """
         plan, config = self.plan, self.plan.config.reward
         rules = None if self.reward is None else RewardRunner(self.reward, config, start_of("reward"))
-        models: list[ModelReward] = [] if self.model is None or scorers is None else [self.model(scorers)]
+        models: list[ModelReward] = []
+        if self.make_reward_model is not None:
+            assert scorers is not None, "the plan has processes for the reward model"
+            models.append(self.make_reward_model(scorers))
         if plan.reward.judge:
             models.append(JudgeRunner(config.judge, start_of(JUDGE) or partial(JudgeProcess, JudgeSpec.of(config))))
         rewarder = CombinedRewarder(
@@ -99,8 +102,8 @@ class Inputs:
             environments = EnvironmentSpec(self.episodes.host, plan.config.rollout.multi_turn.environment)
         if not scorers and environments is None:
             return None
-        runners = self.reward, self.audit, self.episodes
-        needs_sandbox = any(runner is not None and runner.runs_code for runner in runners)
+        code_users = self.reward, self.audit, self.episodes
+        needs_sandbox = any(user is not None and user.runs_code for user in code_users)
         return FunctionSpec(scorers, environments, needs_sandbox, logs)
 
 
@@ -127,7 +130,7 @@ def read_inputs(
     data_plan = plan if episodes is None else plan.with_data(episodes.data(tokenizer))
     train, val, rows = _data(data_plan, tokenizer, vocab_size, console, run_dir.path, collected, part)
     has_model = plan.reward.scores and plan.role("reward_model") is not None
-    reward_model = prepared(plan, scorer, tokenizer, decode) if has_model else None
+    reward_model = prepare_reward_model(plan, scorer, tokenizer, decode) if has_model else None
     reward = audit = None
     data_sources = {source for part in (train, val) if part is not None for source in part.data_sources}
     if plan.reward.rules:

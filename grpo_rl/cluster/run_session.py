@@ -69,7 +69,7 @@ class RunSession:
         """Wait for Ray, and return the folder of a model: an embedded one may have to be trained first."""
         from grpo_rl.cluster.warm_start import ready_folder
 
-        with nullcontext() if self.connection.trial.done() else self.console.progress("waiting for Ray"):
+        with nullcontext() if self.connection.attempt.done() else self.console.progress("waiting for Ray"):
             self.connection.connected()
         if not gc.isenabled():  # by the command that trains, whose imports are done now
             gc.enable()

@@ -190,10 +190,10 @@ def _without_thoughts(text: str) -> str:
 
 
 def _rewritten(expected: str, actual: str, role: str) -> str:
-    before, after = at_difference(expected, actual)
+    expected_part, actual_part = at_difference(expected, actual)
     what = "tools answer" if role == "tool" else f"the {role} writes again"
     return (
-        f"the chat template does not only append where {what}: the conversation so far, {before!r}, "
-        f"becomes {after!r}. Then the tokens that are trained would not be those that were sampled. Give a "
+        f"the chat template does not only append where {what}: the conversation so far, {expected_part!r}, "
+        f"becomes {actual_part!r}. Then the tokens that are trained would not be those that were sampled. Give a "
         "template that appends as data.chat_template"
     )

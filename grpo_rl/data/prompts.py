@@ -220,7 +220,9 @@ class Renderer:
     def _apply(self, messages: list[Any], options: dict[str, Any]) -> Any:
         marked_options = {key: self.words.marked(options[key]) for key in ("tools", "documents") if options.get(key)}
         marked = self.words.marked(messages)
-        return self.words.tokenizer_of([marked, marked_options]).apply_chat_template(marked, **{**options, **marked_options})
+        return self.words.tokenizer_of(str([marked, marked_options])).apply_chat_template(
+            marked, **{**options, **marked_options}
+        )
 
     def prompt_ids(self, prompt: Asked, text: str) -> list[int]:
         (ids,) = self.tokenize([prompt], [text])

@@ -64,7 +64,7 @@ def start(
     pass_fds: Sequence[int] = (),
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a module of this package in a session of its own, out of reach of the signals that are meant for the run."""
+    """Start a Python module in a session of its own, out of reach of the signals that are meant for the run."""
     with shielded():
         return subprocess.Popen(
             [sys.executable, "-u", "-X", "faulthandler", "-m", module, *words],

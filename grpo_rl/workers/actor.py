@@ -27,7 +27,7 @@ from grpo_rl.rollout.senders import make_sender
 from grpo_rl.rollout.weights import WeightBucket
 from grpo_rl.types import Batch, Counts
 from grpo_rl.workers.router_watch import RouterWatch
-from grpo_rl.workers.sharded_policy import Teaches, as_block, build_policy, language_model, sequences_of, values_if
+from grpo_rl.workers.sharded_policy import Teaches, as_block, build_policy, language_model, optional_values, sequences_of
 from grpo_rl.workers.specs import ActorSpec, OptimizerStep, Rank, Rows, Update
 from grpo_rl.workers.trained_rank import TrainedRank, combined
 
@@ -130,7 +130,7 @@ class ActorWorker(Teaches, TrainedRank[ActorSpec, PolicyModel]):
             loss, stats = loss + balance, stats | router_stats
         # The first pass with these weights has the sampling policy's log-probs: it measures the engine's distance.
         uses_own_logprobs = batch.old_logprobs_T is None or self.spec.old_from_engine
-        trainer_logprobs_T = outputs.logprobs_T.detach() if uses_own_logprobs else values_if(batch.old_logprobs_T)
+        trainer_logprobs_T = outputs.logprobs_T.detach() if uses_own_logprobs else optional_values(batch.old_logprobs_T)
         assert trainer_logprobs_T is not None
         # Computed on the CPU when the step ends: nothing waits for these log-probs until then.
         shares = uses_own_logprobs or self.spec.measures_engine
@@ -223,7 +223,7 @@ class ActorWorker(Teaches, TrainedRank[ActorSpec, PolicyModel]):
 
 def _mismatch(trainer_logprobs_T: Tensor, batch: Batch, counts: Counts, *, shares: bool) -> dict[str, Tensor]:
     """Return how far the engine's log-probs are from the trainer's; with `shares`, in all its measures."""
-    rollout_T = values_if(batch.rollout_logprobs_T)
+    rollout_T = optional_values(batch.rollout_logprobs_T)
     if rollout_T is None or not len(rollout_T):
         return {}
     trainer_logprobs_T = trainer_logprobs_T.cpu()

@@ -152,9 +152,10 @@ def build_sharded(
         fsdp.materialize_from(policy, device, lambda: files.read_into(lm), in_host_memory=spec.in_host_memory)
         wait_for_all(rank)
         return policy
-    whole = wrap(read(False)) if rank.rank == 0 else None  # transformers has to rearrange them
+    # transformers has to rearrange the files' weights, which one rank reads.
+    full_policy = wrap(read(False)) if rank.rank == 0 else None
     wait_for_all(rank)
-    fsdp.materialize(policy, whole, device, in_host_memory=spec.in_host_memory)
+    fsdp.materialize(policy, full_policy, device, in_host_memory=spec.in_host_memory)
     return policy
 
 
@@ -187,7 +188,7 @@ def language_model(spec: PolicySpec, on_meta: bool = False) -> Any:
     return load.load_lm(model.path, config, trust_remote_code=model.trust_remote_code, on_meta=on_meta, key=key)
 
 
-def values_if(column: Column | None) -> Tensor | None:
+def optional_values(column: Column | None) -> Tensor | None:
     return None if column is None else values(column)
 
 
@@ -207,8 +208,8 @@ def sequences_of(batch: Batch | None, device: torch.device, *, share_prompts: bo
         batch.positions(),
         batch.trained_lengths_N,
         device,
-        values_if(batch.support_counts_T),
-        values_if(batch.support_ids_M),
+        optional_values(batch.support_counts_T),
+        optional_values(batch.support_ids_M),
         batch.group_N if share_prompts else None,
         batch.experts_S,
     )

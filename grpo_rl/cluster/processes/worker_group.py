@@ -129,8 +129,10 @@ class WorkerHost:
 
     def doing(self) -> list[Doing]:
         """Return each call at work with its seconds and stack; then the worker's own thread, and children."""
-        now = time.monotonic()
-        active_calls = [(method, now - began, stack_of(thread)) for thread, (method, began) in list(self._calls.items())]
+        current_time = time.monotonic()
+        active_calls = [
+            (method, current_time - began, stack_of(thread)) for thread, (method, began) in list(self._calls.items())
+        ]
         if (at := self._activity()) is not None:
             active_calls.append((at[0], at[1], stack_of(self._worker.thread.ident)))
         return active_calls + children_doing()
@@ -345,10 +347,12 @@ class Worker:
             return f"{cause}{remedy}\n  log: {self.log_file}"
         died = isinstance(error, ray.exceptions.RayActorError)
         words = cause_line(str(error), at_end=isinstance(error, ray.exceptions.RayTaskError))
-        # A machine other than the controller's keeps its own count.
-        if (reason := self.verdict) is None and died and self.is_here and oom_kills() > self._oom_kills:
+        if self.verdict is not None:
+            reason = self.verdict
+        elif died and self.is_here and oom_kills() > self._oom_kills:  # another machine keeps its own count
             reason = KILLED_FOR_MEMORY
-        reason = reason or f"{'the process died' if died else type(error).__name__} ({words})"
+        else:
+            reason = f"{'the process died' if died else type(error).__name__} ({words})"
         try:
             lines = [f"  | {line}" for line in self.log_file.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]]
         except OSError:
@@ -456,13 +460,13 @@ def wait_all(workers: Sequence[Worker], refs: Sequence[ray.ObjectRef], timeout_s
     """
     by_ref = dict(zip(refs, workers, strict=True))
     results: dict[ray.ObjectRef, Any] = {}
-    for ref in as_they_end(refs, timeout_s):
+    for ref in completed_calls(refs, timeout_s):
         try:
             results[ref] = fetch(by_ref[ref], ref, what)
         except WorkerDied:
             raise
         except ClusterError as error:
-            for other in as_they_end([pending for pending in refs if pending not in results and pending != ref], BLAME_S):
+            for other in completed_calls([pending for pending in refs if pending not in results and pending != ref], BLAME_S):
                 try:
                     fetch(by_ref[other], other, what)
                 except WorkerDied as death:
@@ -476,7 +480,7 @@ def wait_all(workers: Sequence[Worker], refs: Sequence[ray.ObjectRef], timeout_s
     return [results[ref] for ref in refs]
 
 
-def as_they_end(refs: Iterable[ray.ObjectRef], timeout_s: float) -> Iterator[ray.ObjectRef]:
+def completed_calls(refs: Iterable[ray.ObjectRef], timeout_s: float) -> Iterator[ray.ObjectRef]:
     """Yield the calls as they end, until the deadline."""
     pending, deadline = list(refs), time.monotonic() + timeout_s
     while pending:
@@ -521,7 +525,7 @@ def settle(
     """
     unanswered = {ref: worker for worker, ref in calls.items()}
     results: dict[Worker, Any] = {}
-    for ref in as_they_end(unanswered, timeout_s):
+    for ref in completed_calls(unanswered, timeout_s):
         worker = unanswered.pop(ref)
         try:
             results[worker] = fetch(worker, ref, what)

@@ -136,8 +136,11 @@ class Replicas:
                 return
             joins, standing.state, standing.joins = standing.joins, "serving", False
         recoveries = self.supervisor.recoveries
-        report, what = (recoveries.came_or_went, "joined") if joins else (recoveries.recovered, "rollout")
-        report(worker.name, what, time.monotonic() - standing.since, f"it serves weights of version {version}")
+        seconds, how = time.monotonic() - standing.since, f"it serves weights of version {version}"
+        if joins:
+            recoveries.came_or_went(worker.name, "joined", seconds, how)
+        else:
+            recoveries.recovered(worker.name, "rollout", seconds, how)
 
     def wait(self, timeout_s: float) -> None:
         self._changed.wait(timeout_s)
@@ -285,7 +288,7 @@ class EngineOrders(Watch):
     It keeps `engines` of status.json true: who serves, the bounds, and an answer to each order.
     """
 
-    ends_within_s = 5.0
+    join_timeout_s = 5.0
 
     def __init__(self, replicas: Replicas, elastic: Elastic, file: Path, tell: Callable[[dict[str, Any]], None]) -> None:
         self._replicas, self._elastic, self._file, self._tell = replicas, elastic, file, tell
@@ -296,7 +299,7 @@ class EngineOrders(Watch):
         super().__init__("engine orders")
 
     def run(self) -> None:
-        while not self.over.wait(ORDERS_S):
+        while not self.stopping.wait(ORDERS_S):
             for key, change in self._orders():
                 self._answers[key] = self._obey(change)
             for node in _nodes():

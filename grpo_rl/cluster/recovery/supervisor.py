@@ -51,16 +51,16 @@ class Recoveries:
 
     def failed(self, name: str, cause: str, then: str) -> None:
         """Allow one more restart of `name`, and report it. Raises ClusterError after too many."""
-        most, window_s = self.trainer.max_restarts, self.trainer.restart_window_s
+        max_restarts, window_s = self.trainer.max_restarts, self.trainer.restart_window_s
         with self._lock:
-            now = self.clock()
-            self._spent = [entry for entry in self._spent if now - entry[0] <= window_s]
-            self._spent.append((now, name, cause))
+            current_time = self.clock()
+            self._spent = [entry for entry in self._spent if current_time - entry[0] <= window_s]
+            self._spent.append((current_time, name, cause))
             restarts = sum(other == name for _, other, _ in self._spent) - 1
-            if restarts >= most:
-                causes = [f"\n  {now - when:.0f} s ago, {failed}: {why}" for when, failed, why in self._spent]
+            if restarts >= max_restarts:
+                causes = [f"\n  {current_time - when:.0f} s ago, {failed}: {why}" for when, failed, why in self._spent]
                 raise ClusterError(
-                    f"{name} failed and is not started again: restarts so far: {restarts} (trainer.max_restarts={most} "
+                    f"{name} failed and is not started again: restarts so far: {restarts} (trainer.max_restarts={max_restarts} "
                     f"within trainer.restart_window_s={window_s:.0f}). Every failure in that time:{''.join(causes)}"
                 )
         self.warn(f"recovery: {name} failed: {cause_line(cause)}; {then}")
@@ -146,7 +146,7 @@ class Supervisor(Watch):
     @property
     def closed(self) -> bool:
         """True once the cluster is being ended: nothing is started again."""
-        return self.over.is_set()
+        return self.stopping.is_set()
 
     def watch(self, worker: Worker, on_end: Callable[[Worker, str], None] = lambda worker, cause: None) -> None:
         """Watch this worker from now on; `on_end` is called in this thread, and has to be quick."""
@@ -163,7 +163,7 @@ class Supervisor(Watch):
             with self._lock:
                 by_ref = {entry.ref: entry for entry in self._watched.values()}
             if not by_ref:
-                self.over.wait(_LOOK_S)
+                self.stopping.wait(_LOOK_S)
                 looked = time.monotonic()
                 continue
             refs = list(by_ref)
@@ -223,7 +223,7 @@ class StuckReport(Watch):
     minute; of a new phase, half of the shortest time after which something would be given up.
     """
 
-    ends_within_s = 2 * ANSWER_S
+    join_timeout_s = 2 * ANSWER_S
 
     def __init__(
         self, trainer: TrainerConfig, status: Status, worker_groups: Sequence[WorkerGroup], warn: Callable[[str], None]
@@ -238,7 +238,7 @@ class StuckReport(Watch):
 
     def run(self) -> None:
         place, since = self._status.where(), time.monotonic()
-        while not self.over.wait(PHASE_LOOK_S):
+        while not self.stopping.wait(PHASE_LOOK_S):
             current_place, seconds = self._status.where(), time.monotonic() - since
             phase = place.rpartition(", ")[2]
             if current_place != place:
@@ -257,7 +257,7 @@ class StuckReport(Watch):
         """Print what each process is doing, once in each phase of each step. May be called in any thread."""
         with self._lock:
             place = self._status.where()
-            if place == self._reported or self.over.is_set():
+            if place == self._reported or self.stopping.is_set():
                 return
             self._reported = place
             lines = [f"stuck? {why}. What each process is doing:", *self._controller(), *self._workers()]

@@ -191,17 +191,19 @@ class Scorer:
         self.processes.close()
 
     def _done(self, jobs: Sequence[Job]) -> None:
-        outcomes = [(self._numbers.pop(job), [*map(_sent, job.outcomes)], job.failed_as_whole, job.seconds) for job in jobs]
+        outcomes = [
+            (self._numbers.pop(job), [*map(_picklable, job.outcomes)], job.failed_as_whole, job.seconds) for job in jobs
+        ]
         self._tell(self._name, outcomes)
 
 
-def _sent(outcome: Outcome) -> Outcome:
+def _picklable(outcome: Outcome) -> Outcome:
     """Return an outcome as it can be pickled, which a read-only mapping cannot."""
     return outcome if isinstance(outcome, RewardFailure) else outcome._replace(values=dict(outcome.values))
 
 
 class Environments(Watch):
-    ends_within_s = 2 * LOOK_S
+    join_timeout_s = 2 * LOOK_S
 
     def __init__(self, spec: EnvironmentSpec, logs: Sequence[Path], tell: Tell) -> None:
         self._spec, self._logs, self._tell = spec, logs, tell
@@ -214,7 +216,7 @@ class Environments(Watch):
             self._inbox.put((None, call))
 
     def close(self) -> None:
-        self.over.set()
+        self.stopping.set()
         self._inbox.put((None, None))
         super().close()
 
@@ -231,7 +233,7 @@ class Environments(Watch):
                 logs=self._logs,
                 inbox=self._inbox,
             )
-            while not self.over.is_set():
+            while not self.stopping.is_set():
                 if events := pool.events(LOOK_S):
                     self._tell(ENVIRONMENT, events)
         except Exception as error:  # a thread's own exception would be lost

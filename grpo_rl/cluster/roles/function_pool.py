@@ -275,7 +275,7 @@ class JudgeClient(ScorerClient):
 
 
 def _sent_sample(sample: Sample) -> Sample:
-    """Return the arguments of one response; a text in the object store stays there, and goes as its place."""
+    """Return the sample as it is sent: a text in the object store as a `StoredText`."""
     text: Any = sample.solution_str
     stays = isinstance(text, View) and isinstance(text.block, StoredBlock)
     text = StoredText(text.block, text.start, text.length) if stays else str(text)

@@ -55,7 +55,7 @@ class BaseReferenceRole(ReferenceRole):
 
 class MovingReferenceRole(SavedRole, ReferenceRole):
     folder = "reference"
-    absent = (
+    missing_advice = (
         "reference that moves: it was written by a run without a KL term, or of another trainer.schedule; go on with that "
         "configuration"
     )

@@ -109,7 +109,13 @@ class RewardModelRole:
         rows = [index for index, result in enumerate(results) if result is None]
         if rows:
             batch, rule = scored_batch([rendered[row] for row in rows]), MicroBatchRule(self.pass_tokens, None)
-            scores_T = Dispatched.to(self.worker_group, batch, rule).compute(rule, "scores", {"": "scores_T"})[""].read()
+            import ray
+
+            computed = Dispatched.to(self.worker_group, batch, rule).compute(rule, "scores", {"": "scores_T"})
+            try:
+                scores_T = computed[""].read()
+            except ray.exceptions.RayError as error:
+                raise ClusterError(f"the reward model's scores are lost: {type(error).__name__}: {error}") from error
             for row, scores in zip(rows, scores_T.split(batch.trained_lengths_N.tolist()), strict=True):
                 results[row] = model_score(rendered[row], scores.tolist())
         return [result for result in results if result is not None]
@@ -156,7 +162,7 @@ def model_score(scorable: Scorable, scores: Sequence[float]) -> Outcome:
     return RewardResult(mean, values, tuple(zip(scorable.step_tokens, scores, strict=True)))
 
 
-def prepared(plan: Plan, folder: str, tokenizer: Any, decode: Decode) -> Callable[[WorkerGroup], RewardModelRole]:
+def prepare_reward_model(plan: Plan, folder: str, tokenizer: Any, decode: Decode) -> Callable[[WorkerGroup], RewardModelRole]:
     """Read config and tokenizer of the reward model in `folder`; return what makes the role over its processes.
 
     One that is trained may start as a causal LM. Raises ConfigError for what cannot be a reward model of this policy.

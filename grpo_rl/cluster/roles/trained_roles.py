@@ -105,7 +105,7 @@ class Dispatched:
         planned = self.micro_batches((lengths_N > 0).nonzero()[:, 0].tolist(), rule)
         orders = [[shard[row] for rows in rank for row in rows] for shard, rank in zip(self.shards, planned, strict=True)]
         shard_arguments = ((stored, rank, *arguments) for stored, rank in zip(self.stored, planned, strict=True))
-        results = _by_shards(self.ranks.call_for_two, method, shard_arguments, rule)
+        results = _call_per_shard(self.ranks.call_for_two, method, shard_arguments, rule)
         finite, blocks = all(is_finite for is_finite, _ in results), [block for _, block in results]
         return {key: RemoteColumn.of_results(name, blocks, orders, lengths_N, finite=finite) for key, name in names.items()}
 
@@ -145,7 +145,7 @@ class Dispatched:
                 rank_steps.append(OptimizerStep(counts[number], tuple(rows), tuple(forward_rows), entropy_coeff, selected_T))
         arguments = zip(self.stored, self._updates(batch, names, steps), strict=True)
         method = "update" if whole is None else "forward_backward"
-        results = _by_shards(self.ranks.call_each, method, arguments, rule)
+        results = _call_per_shard(self.ranks.call_each, method, arguments, rule)
         return combine_stats(results, counts, self.ranks.role) if whole is None else {}
 
     def _updates(self, batch: Batch, names: Sequence[str], steps: Sequence[Sequence[OptimizerStep]]) -> list[Update]:
@@ -169,7 +169,7 @@ def _prompts(batch: Batch, rule: MicroBatchRule) -> Prompts | None:
     return Prompts(batch.group_N.tolist(), batch.prompt_lengths_N.tolist()) if rule.shares_prompts else None
 
 
-def _by_shards(
+def _call_per_shard(
     call: Callable[[str, list[Any]], list[Any]], method: str, arguments: Iterable[Any], rule: MicroBatchRule
 ) -> list[Any]:
     """Return the result of each shard from its arguments: ranks that compute a pass together have the same shard."""
@@ -224,7 +224,7 @@ class SavedRole:
 
     folder: ClassVar[str] = ""
     """The role's folder in a checkpoint; empty for the checkpoint itself."""
-    absent: ClassVar[str] = ""
+    missing_advice: ClassVar[str] = ""
     """Of a checkpoint without that folder: what it does not have, why, and what to do."""
     own_file: ClassVar[str | None] = None
     """The file with the role's state in the controller; None if it has none."""
@@ -253,7 +253,7 @@ class SavedRole:
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote. Raises CheckpointError for a checkpoint of a run without this role."""
         if not (folder / self.folder).is_dir():
-            raise CheckpointError(f"{folder} has no {self.absent}, or start anew with trainer.resume_mode=disable")
+            raise CheckpointError(f"{folder} has no {self.missing_advice}, or start anew with trainer.resume_mode=disable")
         self.worker_group.call("load", str(folder / self.folder))
         if self.own_file is not None:
             self.load_own_state(json.loads((folder / self.own_file).read_text()))
@@ -428,7 +428,7 @@ class ActorRole(TrainedRole):
 
 class CriticRole(TrainedRole):
     folder = "critic"
-    absent = "critic: it was written by a run whose estimator needed none; go on with that algorithm.adv_estimator"
+    missing_advice = "critic: it was written by a run whose estimator needed none; go on with that algorithm.adv_estimator"
 
     def __init__(self, worker_group: WorkerGroup, *, rule: MicroBatchRule, mini_batch_size: int, epochs: int) -> None:
         super().__init__(worker_group, rule)
@@ -458,7 +458,7 @@ class CriticRole(TrainedRole):
 
 class TrainedRewardModelRole(TrainedRole):
     folder = "reward_model"
-    absent = "reward model: it was written by a run that trained none; go on with that trainer.schedule"
+    missing_advice = "reward model: it was written by a run that trained none; go on with that trainer.schedule"
 
     def __init__(self, worker_group: WorkerGroup, *, rule: MicroBatchRule, pairs: bool, tokenizer: Any = None) -> None:
         super().__init__(worker_group, rule, tokenizer)

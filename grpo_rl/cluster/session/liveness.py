@@ -117,7 +117,7 @@ def unanswered(address: tuple[str, int] | str) -> str | None:
 class ClusterWatch(Watch):
     """Calls `on_lost` once, with the cause, if the cluster has gone."""
 
-    ends_within_s = CONNECT_S + LOOK_S
+    join_timeout_s = CONNECT_S + LOOK_S
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class ClusterWatch(Watch):
 
     def run(self) -> None:
         since = dict.fromkeys(self.places, time.monotonic())
-        while not self.over.wait(LOOK_S):
+        while not self.stopping.wait(LOOK_S):
             for name, address in self.places.items():
                 began = time.monotonic()
                 reason = unanswered(address)
@@ -139,7 +139,7 @@ class ClusterWatch(Watch):
                     continue
                 # What a controller that stood still itself has missed does not count: only looks that failed do.
                 silent_s = began - since[name]
-                if silent_s > self.patience_s and not self.over.is_set():
+                if silent_s > self.patience_s and not self.stopping.is_set():
                     self.on_lost(f"the Ray cluster is lost: {name} has not answered for {silent_s:.1f} s ({reason})")
                     return
 
@@ -207,6 +207,6 @@ def refuse_open_cluster(address: str, *, allowed: bool) -> None:
     if not allowed and answers_without_token(address):
         raise ClusterError(
             f"the Ray cluster at {address} takes commands from any process that reaches it: start it with RAY_AUTH_MODE=token "
-            f"(Ray {'.'.join(map(str, KNOWS_TOKENS))} or newer; installed here is {version('ray')}), or set {ALLOW_KEY}=true where the network itself "
-            "keeps others out"
+            f"(Ray {'.'.join(map(str, KNOWS_TOKENS))} or newer; installed here is {version('ray')}), "
+            f"or set {ALLOW_KEY}=true where the network itself keeps others out"
         )

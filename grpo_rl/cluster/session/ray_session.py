@@ -128,12 +128,12 @@ class Connection:
     """False for a Ray to which this process was connected before."""
 
     def __post_init__(self) -> None:
-        self.trial = in_background("connecting to Ray", self._connect)
+        self.attempt = in_background("connecting to Ray", self._connect)
 
     def connected(self) -> None:
-        if not has_ended(self.trial, START_S):
+        if not has_ended(self.attempt, START_S):
             raise ClusterError(f"Ray did not start within {START_S:g} s: is this machine, or the cluster's head, very busy?")
-        self.trial.result(0.0)
+        self.attempt.result(0.0)
 
     def watch_nodes(self, raylets: Mapping[str, tuple[str, int]]) -> None:
         if self.address:
@@ -144,7 +144,7 @@ class Connection:
             self._watches.append(liveness.ClusterWatch(places, self.on_lost, patience_s))
 
     def close(self) -> None:
-        has_ended(self.trial, START_S)
+        has_ended(self.attempt, START_S)
         for watch in self._watches:
             watch.close()
         if self._is_ours:
