@@ -216,7 +216,7 @@ def micro_batch(case: Case) -> Sequences:
     shared = group_N if case.per_group > 1 else None
     of, meta = attention.Packing.of, torch.device("meta")
     with mock.patch.object(
-        attention.Packing, "of", staticmethod(lambda lengths, device, continues: of(lengths, meta, continues))
+        attention.Packing, "of", staticmethod(lambda lengths, device, continues=None: of(lengths, meta, continues))
     ):
         return Sequences.of(ids_NL.flatten() % 1000, lengths_N, positions_T, trained_N, CPU, group_N=shared)
 
