@@ -48,7 +48,7 @@ def refuse_unreachable(address: str) -> None:
         raise wrong_token(f"the cluster at {address}")
 
 
-def refuse_raylet_of_others(address: str) -> None:
+def refuse_another_users_node(address: str) -> None:
     """Raise ClusterError if another user started this machine's raylet: Ray aborts a process that connects."""
     raylets = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):

@@ -155,7 +155,7 @@ class Connection:
     def _connect(self) -> None:
         if self.address:
             liveness.refuse_unreachable(self.address)
-            liveness.refuse_raylet_of_others(self.address)
+            liveness.refuse_another_users_node(self.address)
         address = self.address or self._start()
         import ray
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_rl.cluster.session.liveness import refuse_raylet_of_others
+from grpo_rl.cluster.session.liveness import refuse_another_users_node
 from grpo_rl.errors import ClusterError
 
 
@@ -18,9 +18,9 @@ def test_a_raylet_whose_socket_cannot_be_written_is_refused_in_one_sentence(tmp_
     try:
         assert raylet.stdout is not None and raylet.stdout.readline()  # its command line is empty for an instant
         with pytest.raises(ClusterError, match=r"47123 on this machine is another user's \(uid \d+\).*ray job submit"):
-            refuse_raylet_of_others(address)
-        refuse_raylet_of_others("192.0.2.1:47124")  # another cluster's
+            refuse_another_users_node(address)
+        refuse_another_users_node("192.0.2.1:47124")  # another cluster's
         socket_path.touch()
-        refuse_raylet_of_others(address)
+        refuse_another_users_node(address)
     finally:
         raylet.communicate(b"\n", timeout=60)
